@@ -1,0 +1,1 @@
+"""Benchmarks and the machine check (offline benchmark of the spine only)."""

@@ -1,0 +1,1 @@
+"""The packhorse command: one small module a subcommand, imported when used."""

@@ -1,0 +1,68 @@
+"""Settings of an engine: frozen, documented by field, read by the command line for its defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packhorse.core.errors import UsageError
+from packhorse.core.formats import COMPUTE_DTYPES
+from packhorse.core.types import PAGE_LEN
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every field is a promise: what is not implemented is refused here, never ignored.
+
+    Raises UsageError where values contradict each other.
+    """
+
+    context: int | None = None
+    """Tokens one request may hold, prompt and answer. None: the model's own window, as far as memory goes."""
+    sequences: int = 4
+    """Requests worked on at once; more wait."""
+    dtype: str = "auto"
+    """fp32, bf16, fp16, or auto: fp32 in exact mode; else bf16 where the machine multiplies it natively."""
+    device: str = "cpu"
+    """Where the model runs: cpu or cuda[:N]."""
+    exact: bool = False
+    """Fixed shapes and order of every sum: chunking, batching and reuse change no bit. fp32, slower."""
+    threads: int | None = None
+    """CPU threads. None: one for each physical core this process may use."""
+    page_len: int = PAGE_LEN
+    """Tokens a KV page holds."""
+    chunk_len: int = 512
+    """Prompt tokens a step reads at most, and the absolute grid on which it ends. A multiple of page_len."""
+    snapshot_len: int = 8192
+    """Absolute grid of recurrent-state snapshots. A multiple of page_len."""
+    snapshots: int = 16
+    """Recurrent-state snapshots kept for reuse (hybrid models only)."""
+    kv_tokens: int | None = None
+    """Tokens the KV pool holds in all. None: `sequences` x `context`, as far as memory goes."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "page_len", "chunk_len", "snapshot_len"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}.", hint=f"{name} must be at least 1.")
+        for name in ("context", "threads", "kv_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least 1, or left out.")
+        if self.snapshots < 0:
+            raise UsageError(f"snapshots is {self.snapshots}.", hint="Give 0 or more.")
+        for name in ("chunk_len", "snapshot_len"):
+            if getattr(self, name) % self.page_len:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}, not a multiple of page_len {self.page_len}.",
+                    hint="Boundaries must lie on pages.",
+                )
+        if self.dtype not in ("auto", *COMPUTE_DTYPES):
+            raise UsageError(
+                f"dtype {self.dtype!r} is not known.", hint=f"Choose auto, {', '.join(COMPUTE_DTYPES)}."
+            )
+        if self.exact and self.dtype not in ("auto", "fp32"):
+            raise UsageError(
+                f"exact mode computes in fp32, and dtype is {self.dtype}.",
+                hint="Leave out --dtype or --exact.",
+            )
+        if not (self.device == "cpu" or self.device == "cuda" or self.device.startswith("cuda:")):
+            raise UsageError(f"device {self.device!r} is not known.", hint="Choose cpu, cuda or cuda:N.")

@@ -1,0 +1,107 @@
+"""One tree of errors. Each carries what was wrong, with both numbers or names, and what to change.
+
+`exit_code` is the command line's exit code (CONTRACTS: 1 failure, 2 usage, 3 does not fit,
+4 model or file refused, 5 network). `facts` holds the numbers and names for `--json` and the server.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PackhorseError(Exception):
+    """Base of every error that a user can cause.
+
+    `reason` says what is wrong, `hint` what to change. Both are whole sentences.
+    """
+
+    exit_code: ClassVar[int] = 1
+    kind: ClassVar[str] = "failure"
+
+    def __init__(self, reason: str, *, hint: str = "", **facts: object) -> None:
+        super().__init__(f"{reason} {hint}".strip())
+        self.reason = reason
+        self.hint = hint
+        self.facts = facts
+
+
+class UsageError(PackhorseError):
+    """An option or a request field holds a value that means nothing."""
+
+    exit_code = 2
+    kind = "usage"
+
+
+class InvalidRequestError(UsageError):
+    """A request that no engine could serve: empty prompt, NaN temperature, bad role."""
+
+    kind = "invalid_request"
+
+
+class DoesNotFitError(PackhorseError):
+    """More was asked for than there is. Carries `asked` and `available` in `unit`."""
+
+    exit_code = 3
+    kind = "does_not_fit"
+
+    def __init__(self, reason: str, *, asked: int, available: int, unit: str, hint: str = "") -> None:
+        super().__init__(reason, hint=hint, asked=asked, available=available, unit=unit)
+        self.asked = asked
+        self.available = available
+        self.unit = unit
+
+
+class PromptTooLongError(DoesNotFitError):
+    """The prompt, or the prompt and what may be generated, is longer than the window."""
+
+    kind = "prompt_too_long"
+
+
+class RefusedError(PackhorseError):
+    """A model or a file that Packhorse will not use."""
+
+    exit_code = 4
+    kind = "refused"
+
+
+class CorruptFileError(RefusedError):
+    """A file whose bytes contradict themselves or its size."""
+
+    kind = "corrupt_file"
+
+
+class UnsupportedModelError(RefusedError):
+    """A model, or a feature of one, that is not built."""
+
+    kind = "unsupported_model"
+
+
+class WeightsError(RefusedError):
+    """Missing, left-over, misshapen or non-finite tensors."""
+
+    kind = "weights"
+
+
+class TokenizerError(RefusedError):
+    """A tokenizer or chat template that is missing, broken or made for another vocabulary."""
+
+    kind = "tokenizer"
+
+
+class DocumentError(RefusedError):
+    """A document that cannot be read as text."""
+
+    kind = "document"
+
+
+class NetworkError(PackhorseError):
+    """Something has to be fetched and cannot be."""
+
+    exit_code = 5
+    kind = "network"
+
+
+class CancelledRequestError(PackhorseError):
+    """The request was cancelled by its owner."""
+
+    kind = "cancelled"

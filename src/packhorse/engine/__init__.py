@@ -1,0 +1,1 @@
+"""Scheduling, the layer loop, sampling: requests in, events out."""

@@ -1,0 +1,1 @@
+"""Where models come from: folders, GGUF files, hf: and pypi: names."""

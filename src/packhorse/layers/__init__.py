@@ -1,0 +1,1 @@
+"""Thin modules over kernels: linear, attention, delta net, experts, norm, rope, embedding."""

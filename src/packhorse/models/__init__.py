@@ -1,0 +1,1 @@
+"""One file a family, the registry, and the strict streaming loader."""

@@ -1,0 +1,1 @@
+"""Who gets which bytes, and how fast it will be. No torch."""

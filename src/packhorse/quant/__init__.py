@@ -1,0 +1,1 @@
+"""Packed weight formats, KV codecs and importers."""

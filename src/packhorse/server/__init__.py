@@ -1,0 +1,1 @@
+"""OpenAI-compatible server (not built yet)."""

@@ -1,0 +1,1 @@
+"""KV pages, recurrent state, snapshots and prefixes: who owns which bytes in which tier."""

@@ -1,0 +1,1 @@
+"""Parity, recall and soak proofs (not built yet)."""

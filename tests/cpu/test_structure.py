@@ -1,0 +1,157 @@
+"""Freezes what the house rules fix: import direction, sizes, what may import torch, exported names."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "packhorse"
+MAX_CODE_LINES = 15_000
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+# A package may import those named here, and itself.
+ALLOWED = {
+    "core": set(),
+    "facts": {"core"},
+    "plan": {"core", "facts"},
+    "quant": {"core", "facts"},
+    "kernels": {"core", "facts", "quant"},
+    "layers": {"core", "facts", "quant", "kernels"},
+    "models": {"core", "facts", "quant", "kernels", "layers"},
+    "store": {"core", "facts", "quant", "kernels"},
+    "text": {"core", "facts"},
+    "hub": {"core", "facts"},
+}
+BELOW_ENGINE = {"core", "facts", "plan", "quant", "kernels", "layers", "models", "store", "text", "hub"}
+ALLOWED["engine"] = BELOW_ENGINE
+for top in ("server", "verify", "bench"):
+    ALLOWED[top] = BELOW_ENGINE | {"engine"}
+ALLOWED["cli"] = BELOW_ENGINE | {"engine", "server", "verify", "bench"}
+
+NO_TORCH = ("core", "facts", "plan")
+PURE = ("engine/schedule.py", "store/evict.py", "store/prefix.py")
+# A bare GPU host has none of these: packages that run there must not need them.
+BARE = ("core", "facts", "plan", "quant", "kernels", "layers", "models", "store", "engine", "bench")
+NOT_ON_BARE_HOSTS = {"pydantic", "fastapi", "uvicorn", "openai", "gguf", "pypdf"}
+
+
+def files() -> list[Path]:
+    return sorted(SRC.rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    parts = path.relative_to(SRC).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imports_of(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def top_level_imports(tree: ast.Module) -> list[str]:
+    return [
+        name
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imports_of(ast.Module([node], []))
+    ]
+
+
+def test_packages_import_only_what_stands_before_them():
+    wrong = []
+    for path in files():
+        package = package_of(path)
+        if not package:
+            continue
+        for name in imports_of(ast.parse(path.read_text())):
+            parts = name.split(".")
+            if parts[0] == "packhorse" and len(parts) > 1:
+                other = parts[1]
+                if other != package and other in ALLOWED and other not in ALLOWED[package]:
+                    wrong.append(f"{path.relative_to(SRC)} imports {other}")
+    assert not wrong
+
+
+def test_every_package_is_known():
+    found = {p.name for p in SRC.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert found == set(ALLOWED)
+
+
+def test_no_torch_where_it_must_not_be():
+    wrong = []
+    for path in files():
+        tree = ast.parse(path.read_text())
+        relative = str(path.relative_to(SRC))
+        barred = package_of(path) in NO_TORCH or relative in PURE or path.name == "__init__.py"
+        names = top_level_imports(tree) if barred else []
+        wrong += [f"{relative} imports {n}" for n in names if n.split(".")[0] in ("torch", "transformers")]
+    assert not wrong
+
+
+def test_bare_hosts_can_run_what_they_must():
+    wrong = []
+    for path in files():
+        if package_of(path) in BARE:
+            for name in imports_of(ast.parse(path.read_text())):
+                if name.split(".")[0] in NOT_ON_BARE_HOSTS:
+                    wrong.append(f"{path.relative_to(SRC)} imports {name}")
+    assert not wrong
+
+
+def code_lines(path: Path) -> int:
+    return sum(
+        1 for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")
+    )
+
+
+def test_sizes():
+    lengths = {path: code_lines(path) for path in files()}
+    assert sum(lengths.values()) <= MAX_CODE_LINES
+    assert not {str(p): n for p, n in lengths.items() if n > MAX_FILE_LINES}
+    long = []
+    for path in files():
+        if package_of(path) == "kernels":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    long.append(f"{path.relative_to(SRC)}:{node.name} has {length} lines")
+    assert not long
+
+
+def test_public_things_say_what_they_are():
+    """Modules, and public classes and functions at their top level, have docstrings."""
+    silent = []
+    for path in files():
+        tree = ast.parse(path.read_text())
+        relative = path.relative_to(SRC)
+        if ast.get_docstring(tree) is None:
+            silent.append(str(relative))
+        for node in tree.body:
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            if public and ast.get_docstring(node) is None:
+                silent.append(f"{relative}:{node.name}")
+    assert not silent
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_importing_a_package_imports_no_torch(package):
+    code = f"import sys, packhorse.{package}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_package_exports():
+    import packhorse
+
+    assert sorted(packhorse.__all__) == ["__version__"]
