@@ -101,6 +101,12 @@ class NetworkError(PackhorseError):
     kind = "network"
 
 
+class ComputeError(PackhorseError):
+    """The model produced numbers that are none: NaN or infinite logits."""
+
+    kind = "compute"
+
+
 class CancelledRequestError(PackhorseError):
     """The request was cancelled by its owner."""
 

@@ -11,6 +11,10 @@ from packhorse.core.errors import InvalidRequestError
 PAGE_LEN = 64
 """Tokens a page holds unless a setting says otherwise."""
 
+EXACT_ROWS = 16
+"""Rows that exact mode computes together: a token at position p is row p % EXACT_ROWS of a bucket that holds
+only its own sequence, so that no product's shape or row order depends on what else is in the step."""
+
 
 class LayerKind(StrEnum):
     """What mixes tokens in a layer."""

@@ -1,0 +1,48 @@
+"""Attention on the CPU through torch's flash kernel, which returns the log-sum-exp that merging needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from packhorse.core.protocols import Segment
+from packhorse.kernels.attention.ref import Merger, group_rows, ungroup_rows
+
+_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+available = _flash is not None
+"""Whether this torch has the kernel: it is not public API, and `ref` stands in where it is gone."""
+
+
+def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
+    """As `ref.attention`, in q's dtype, which must be the dtype of the stored K and V.
+
+    Keys before the span go in one unmasked call a segment with the query heads of a group as rows, so K and V
+    are read once; the span's own keys go in one causal call.
+    """
+    assert _flash is not None
+    num_tokens, num_heads, _ = q.shape
+    merger = Merger()
+    own: list[tuple[Tensor, Tensor]] = []
+    for start, k, v in segments:
+        # A single query sees its own key too: nothing to mask.
+        past = k.shape[0] if num_tokens == 1 else min(max(position - start, 0), k.shape[0])
+        if past:
+            rows = group_rows(q, k.shape[1])[None]
+            out, lse = _flash(rows, _heads(k[:past]), _heads(v[:past]), 0.0, False, scale=scale)
+            merger.add(out[0].reshape(num_heads, num_tokens, -1), lse[0].reshape(num_heads, num_tokens))
+        if past < k.shape[0]:
+            own.append((k[past:], v[past:]))
+    if own:
+        k, v = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*own, strict=True))
+        groups = num_heads // k.shape[1]
+        k, v = (_heads(x).repeat_interleave(groups, dim=1) for x in (k, v))
+        out, lse = _flash(q.transpose(0, 1)[None], k, v, 0.0, True, scale=scale)
+        merger.add(out[0], lse[0])
+    return ungroup_rows(merger.result, num_tokens)
+
+
+def _heads(x: Tensor) -> Tensor:
+    """[S, Hkv, D] -> [1, Hkv, S, D], a view."""
+    return x.transpose(0, 1)[None]

@@ -1,0 +1,1 @@
+"""Causal depthwise convolution with carried state."""

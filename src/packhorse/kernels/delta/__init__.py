@@ -1,0 +1,1 @@
+"""Gated delta rule, in chunks and step by step."""

@@ -1,0 +1,1 @@
+"""RMS norms, with fp32 statistics."""

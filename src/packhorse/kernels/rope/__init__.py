@@ -1,0 +1,1 @@
+"""Partial rotary embedding and its frequencies."""

@@ -1,0 +1,54 @@
+"""Grouped-query attention over paged KV, with what the families add: biases, q/k norms, an output gate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from packhorse.core.protocols import KVView, LayerWeights
+from packhorse.facts.model import ModelFacts
+from packhorse.kernels import dispatch
+from packhorse.kernels.norm.ref import rms_norm
+from packhorse.layers.rope import Rope
+
+
+class Attention:
+    """weights: `qkv_proj` (rows q, gate if any, k, v; head by head), `o_proj`, and `q_norm`, `k_norm`."""
+
+    def __init__(self, facts: ModelFacts, rope: Rope, exact: bool) -> None:
+        self.facts = facts
+        self.rope = rope
+        self.exact = exact
+        self.scale = facts.head_dim**-0.5
+
+    def __call__(self, x: Tensor, positions: Tensor, kv_view: KVView, weights: LayerWeights) -> Tensor:
+        """x [T, H] -> [T, H], compute dtype."""
+        f = self.facts
+        num_q, num_kv, dim = f.num_heads, f.num_kv_heads, f.head_dim
+        qkv = weights.qkv_proj(x).view(x.shape[0], -1, dim)
+        gate = qkv[:, num_q : 2 * num_q] if f.attn_gate else None
+        q = qkv[:, :num_q]
+        k, v = qkv[:, -2 * num_kv : -num_kv], qkv[:, -num_kv:]
+        if f.qk_norm:
+            q = rms_norm(q, weights.q_norm, f.rms_eps, x.dtype)
+            k = rms_norm(k, weights.k_norm, f.rms_eps, x.dtype)
+        q, k = self.rope(q, positions), self.rope(k, positions)
+        out = self._attend(q, k, v, kv_view)
+        if gate is not None:
+            out = out * torch.sigmoid(gate.float())
+        return weights.o_proj(out.to(x.dtype).view(x.shape[0], num_q * dim))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv_view: KVView) -> Tensor:
+        """Write each span's K and V, then attend: [T, Hq, D]; rows of no span stay zero."""
+        spans = kv_view.spans
+        out = None if len(spans) == 1 and spans[0].length == q.shape[0] else torch.zeros_like(q)
+        for span in spans:
+            rows = slice(span.row, span.row + span.length)
+            kv_view.write(span, k[rows], v[rows])
+            segments = kv_view.segments(span, span.end)
+            part = dispatch.attention(q[rows], segments, span.position, self.scale, exact=self.exact)
+            if out is None:
+                return part
+            out[rows] = part.to(out.dtype)
+        assert out is not None
+        return out

@@ -1,0 +1,22 @@
+"""Dense product with its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from packhorse.kernels.linear import ref
+
+
+@dataclass
+class Linear:
+    """weight [N, K], bias [N] or None; exact: products in fixed row buckets."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    exact: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N]."""
+        return ref.linear(x, self.weight, self.bias, exact=self.exact)

@@ -1,0 +1,38 @@
+"""Feed-forward parts: the dense SwiGLU block, and routed experts with an optional shared one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from packhorse.core.protocols import LayerWeights
+from packhorse.facts.model import MoeFacts
+from packhorse.kernels.experts.ref import expert_mix, route, swiglu
+
+
+class Mlp:
+    """weights: `gate_up_proj` (gate rows first), `down_proj`."""
+
+    def __call__(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return weights.down_proj(swiglu(weights.gate_up_proj(x), x.dtype))
+
+
+class Moe:
+    """weights: `gate` (router, fp32), `experts.gate_up_proj` [E, 2 I, H], `experts.down_proj` [E, H, I], and
+    with a shared expert `shared_expert` (an Mlp's) and `shared_expert_gate`."""
+
+    def __init__(self, facts: MoeFacts, exact: bool) -> None:
+        self.facts = facts
+        self.exact = exact
+        self.shared = Mlp()
+
+    def __call__(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """x [T, H] -> [T, H] fp32."""
+        share, experts = route(weights.gate(x.float()), self.facts.top_k, self.facts.norm_topk)
+        out = expert_mix(
+            x, share, experts, weights.experts.gate_up_proj, weights.experts.down_proj, exact=self.exact
+        )
+        if self.facts.shared_dim:
+            gate = weights.shared_expert_gate(x).float().sigmoid()
+            out = out + gate * self.shared(x, weights.shared_expert).float()
+        return out
