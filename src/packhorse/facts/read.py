@@ -133,7 +133,7 @@ def _chat_template(folder: Path) -> str | None:
 
 
 def _note_unused(facts: ModelFacts) -> ModelFacts:
-    """Counts what is in the files and not used; an output head of its own counts as untied."""
+    """Counts what is in the files and not used."""
     notes = list(facts.notes)
     mtp = [tensor for name, tensor in facts.tensors.items() if names.is_mtp(name)]
     vision = [tensor for name, tensor in facts.tensors.items() if names.is_vision(name)]
@@ -145,13 +145,7 @@ def _note_unused(facts: ModelFacts) -> ModelFacts:
         notes.append(f"{_summed(mtp)} of multi-token prediction are not used yet.")
     if vision:
         notes.append(f"{_summed(vision)} of the vision part are not loaded.")
-    tied = facts.tied
-    if tied and any(names.text_name(name) == "lm_head.weight" for name in facts.tensors):
-        tied = False
-        notes.append(
-            "tie_word_embeddings is true, and the files hold an output head of their own: it is used."
-        )
-    return replace(facts, notes=tuple(notes), num_mtp_layers=num_mtp_layers, tied=tied)
+    return replace(facts, notes=tuple(notes), num_mtp_layers=num_mtp_layers)
 
 
 def _summed(tensors: list[TensorFacts]) -> str:
