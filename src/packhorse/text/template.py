@@ -1,0 +1,395 @@
+"""Chat templates: messages to the one text that the model was trained on.
+
+Templates come with models, from people we do not know: they run in Jinja's immutable sandbox, and what they
+may build and how long they may loop is bounded. Helpers and settings are those that transformers gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+import jinja2.visitor
+from jinja2.exceptions import SecurityError
+
+from packhorse.core.errors import InvalidRequestError, TokenizerError
+from packhorse.facts.model import ModelFacts
+from packhorse.text.tokenizer import Tokenizer
+
+MAX_LOOP_STEPS = 300_000
+"""Rounds of all loops and calls of macros in one rendering: a chat of thousands of turns needs a tenth."""
+EXTRA_CHARS = 1_000_000
+"""Characters that a rendering may hold beside four times those of its messages and tools."""
+MARKED_TURNS = 16
+"""Last turns whose ends are marked: earlier ones were marked when they were last. Each costs a rendering."""
+
+MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """One compiled template. Thread-safe; a rendering takes milliseconds and holds a lock."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """Compiles `source`. special_tokens: bos_token, eos_token and so on, as text, by those names.
+
+        Raises TokenizerError where it does not compile.
+        """
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        self._lock = threading.Lock()
+        self._environment = _BoundedEnvironment()
+        try:
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"The chat template does not compile: {error.message} (line {error.lineno}).",
+                hint="Give a working one with --chat-template FILE.",
+                line=error.lineno,
+            ) from error
+        except RecursionError as error:
+            raise TokenizerError(
+                "The chat template is nested too deep to compile.",
+                hint="Give a working one with --chat-template FILE.",
+            ) from error
+
+    @classmethod
+    def load(cls, facts: ModelFacts, tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate:
+        """The template in `file`, else the model's own.
+
+        Raises TokenizerError where neither exists or it does not compile.
+        """
+        if file is not None:
+            try:
+                return cls(file.read_text(encoding="utf-8-sig"), tokenizer.special_tokens)
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(
+                    f"The chat template {file} cannot be read: {error}.",
+                    hint="Give a Jinja template as a UTF-8 text file.",
+                    path=str(file),
+                ) from error
+        if facts.chat_template is None:
+            raise TokenizerError(
+                f"{facts.name} comes without a chat template.",
+                hint="Give one with --chat-template FILE, or continue plain text instead of a chat.",
+                model=facts.name,
+            )
+        return cls(facts.chat_template, tokenizer.special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat. `variables` go to the template by name; so do the named options that are set.
+
+        Content is a string or a list of parts of type text, which are joined. Raises InvalidRequestError for
+        messages of another shape, images, and whatever the template itself rejects (with its words), and
+        TokenizerError for a template that loops, grows or reaches out of its sandbox.
+        """
+        plain = [_plain_message(message) for message in _checked(messages)]
+        options = {"enable_thinking": enable_thinking, "reasoning_effort": reasoning_effort}
+        known = {key: value for key, value in options.items() if value is not None}
+        values = {**self.special_tokens, **known, **variables}
+        given = sum(len(json.dumps(value, default=str, ensure_ascii=False)) for value in (plain, tools))
+        with self._lock:
+            self._environment.start(max_chars=4 * given + EXTRA_CHARS)
+            try:
+                return self._template.render(
+                    messages=plain,
+                    tools=None if tools is None else [dict(tool) for tool in tools],
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **values,
+                )
+            except (SecurityError, RecursionError, OverflowError, MemoryError) as error:
+                raise TokenizerError(
+                    f"The chat template was stopped: {str(error).rstrip('.') or type(error).__name__}.",
+                    hint="It asks for more than a template needs. Give another with --chat-template FILE.",
+                ) from error
+            except Exception as error:
+                # raise_exception is the template's own refusal; the rest is it tripping over these messages.
+                raise InvalidRequestError(
+                    f"The chat template rejects these messages: {error}",
+                    hint="Change the messages, or give another template with --chat-template FILE.",
+                ) from error
+
+
+def mark_positions(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any
+) -> tuple[list[int], tuple[int, ...]]:
+    """Token ids of a rendered chat, and the positions where a snapshot is worth keeping.
+
+    Those are the ends of the first turn, of the last MARKED_TURNS turns, and of each content part: places up
+    to which a later chat may be the same. `options` are those of `ChatTemplate.render`. Positions are in
+    (0, len(ids)], ascending; where a token straddles an end, the position before it counts.
+
+    A turn's end counts only where the template writes the history up to it in the same way (some rewrite it,
+    some raise on a part of it): a mark less, never a wrong one. Raises what `render` raises.
+    """
+    text = template.render(messages, **options)
+    ends: set[int] = set()
+    before = 0
+    first_marked = len(messages) - MARKED_TURNS
+    for index in range(len(messages)):
+        ends.update(_part_ends(messages[index], text, before))
+        if index != 0 and index < first_marked:
+            continue
+        try:
+            history = template.render(messages[: index + 1], **{**options, "add_generation_prompt": False})
+        except InvalidRequestError:
+            continue
+        if text.startswith(history):
+            before = len(history)
+            ends.add(before)
+    ids, reached = tokenizer.encode_with_ends(text, special=False)
+    marks = {bisect_right(reached, end) for end in ends}
+    return ids, tuple(sorted(marks - {0}))
+
+
+def _part_ends(message: Message, text: str, start: int) -> list[int]:
+    """Character positions in `text` where the parts of a message's content end, found by the content itself.
+
+    The last part's end is where the turn's end mark follows, so it is one too. Templates may trim content.
+    """
+    parts = message.get("content")
+    if isinstance(parts, str) or not parts:
+        return []
+    pieces = [part["text"] for part in parts]
+    content = "".join(pieces)
+    trimmed = content.strip()
+    at = text.find(trimmed, start)
+    if not trimmed or at < 0:
+        return []
+    cut = len(content) - len(content.lstrip())
+    ends, total = [], 0
+    for piece in pieces:
+        total += len(piece)
+        ends.append(at + min(max(total - cut, 0), len(trimmed)))
+    return ends
+
+
+def _checked(messages: Sequence[Message]) -> Sequence[Message]:
+    if not messages:
+        raise InvalidRequestError("There are no messages.", hint="Give at least one, such as a user's.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(
+                f"Message {index} has no role.", hint="Each message has a role and a content.", index=index
+            )
+    return messages
+
+
+def _plain_message(message: Message) -> dict[str, Any]:
+    """A message of plain values: no keys without a value, content as one string, reasoning under each name
+    that templates read it by."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if "content" in plain:
+        plain["content"] = _content_text(plain["content"])
+    reasoning = next((plain[name] for name in REASONING_FIELDS if name in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(
+            f"A message's content is of type {type(content).__name__}.",
+            hint="Content is a string or a list of parts such as {'type': 'text', 'text': ...}.",
+        )
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in MEDIA_PARTS:
+            raise InvalidRequestError(
+                f"{kind.removeprefix('input_').removesuffix('_url')} input is not supported: the model's "
+                "vision part is not loaded.",
+                hint="Send text parts only.",
+                part=kind,
+            )
+        if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"A content part is of type {kind!r} or without text.",
+                hint="Parts look like {'type': 'text', 'text': ...}.",
+                part=kind,
+            )
+    return "".join(part["text"] for part in content)
+
+
+class _Bounds(jinja2.visitor.NodeTransformer):
+    """Rewrites a parsed template so that each loop round and macro call is counted, and `~` is bounded."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> Any:  # noqa: N802
+        return self._counted(node)
+
+    def visit_Macro(self, node: jinja2.nodes.Macro) -> Any:  # noqa: N802
+        return self._counted(node)
+
+    def visit_CallBlock(self, node: jinja2.nodes.CallBlock) -> Any:  # noqa: N802
+        return self._counted(node)
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        return _call("bounded_concat", node.nodes, node.lineno)
+
+    def _refused(self, node: Any) -> Any:
+        raise jinja2.TemplateAssertionError("other templates cannot be included", node.lineno)
+
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = _refused  # noqa: N815
+
+    def _counted(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.body.insert(0, jinja2.nodes.ExprStmt(_call("count_step", [], node.lineno), lineno=node.lineno))
+        return node
+
+
+def _call(name: str, args: list[jinja2.nodes.Expr], lineno: int) -> jinja2.nodes.Call:
+    function = jinja2.nodes.EnvironmentAttribute(name, lineno=lineno)
+    return jinja2.nodes.Call(function, args, [], None, None, lineno=lineno)
+
+
+class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with the helpers that templates expect and with bounds on steps and sizes.
+
+    `start` sets the bounds of one rendering.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        self.steps_left = 0
+        self.max_chars = 0
+        self.filters["tojson"] = _tojson
+        self.globals.pop("lipsum")
+        self.globals.update(
+            raise_exception=_raise_exception,
+            strftime_now=_strftime_now,
+            dict=_make_dict,
+            namespace=_Namespace,
+        )
+
+    def start(self, max_chars: int) -> None:
+        """Begins a rendering that may build strings and lists of `max_chars` at most."""
+        self.steps_left = MAX_LOOP_STEPS
+        self.max_chars = max_chars
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        bounded: jinja2.nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
+        return bounded
+
+    def count_step(self) -> str:
+        """Called by the template at each loop round and macro call."""
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise SecurityError(f"it loops more than {MAX_LOOP_STEPS} times")
+        return ""
+
+    def concat(self, parts: Any) -> str:
+        """How Jinja joins what a template or a macro writes; stops at the bound."""
+        pieces, total = [], 0
+        for part in parts:
+            total += len(part)
+            self._check(total)
+            pieces.append(part)
+        return "".join(pieces)
+
+    def bounded_concat(self, *parts: Any) -> str:
+        """What `~` does."""
+        return self.concat(str(part) for part in parts)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """What +, * and ** do, refused where the result would be beyond all bounds."""
+        if operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, str | list | tuple) and isinstance(times, int):
+                    self._check(len(value) * times)
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            self._check(bits)
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, str | list | tuple):
+            self._check(len(result))
+        return result
+
+    def _check(self, size: int) -> None:
+        if size > self.max_chars:
+            raise SecurityError(f"it builds more than {self.max_chars} characters out of these messages")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks, for training, what the assistant wrote; rendering just writes its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        body: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace that takes no underscored names: Python looks some of those up on its own account."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _refuse_underscored(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscored(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscored(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"it sets the attribute {name} of a namespace")
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is, where Jinja's own filter would escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
