@@ -11,9 +11,10 @@ from packhorse.core.errors import InvalidRequestError
 PAGE_LEN = 64
 """Tokens a page holds unless a setting says otherwise."""
 
-EXACT_ROWS = 16
+EXACT_ROWS = 64
 """Rows that exact mode computes together: a token at position p is row p % EXACT_ROWS of a bucket that holds
-only its own sequence, so that no product's shape or row order depends on what else is in the step."""
+only its own sequence, filled up with padding, and a pass is one bucket. So no shape, and with it no order of
+a sum and no vector tail, depends on what else is in the step."""
 
 
 class LayerKind(StrEnum):

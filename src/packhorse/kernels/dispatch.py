@@ -10,12 +10,8 @@ from packhorse.core.protocols import Segment
 from packhorse.kernels.attention import cpu, ref
 
 
-def attention(
-    q: Tensor, segments: Iterable[Segment], position: int, scale: float, *, exact: bool = False
-) -> Tensor:
-    """Causal attention, shapes of kernels.attention.ref.attention; exact: fixed product shapes."""
-    if exact:
-        return ref.exact_attention(q, segments, position, scale)
+def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
+    """Causal attention, shapes of kernels.attention.ref.attention."""
     if q.device.type == "cpu" and cpu.available:
         return cpu.attention(q, segments, position, scale)
     return ref.attention(q, segments, position, scale)

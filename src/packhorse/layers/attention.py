@@ -8,6 +8,7 @@ from torch import Tensor
 from packhorse.core.protocols import KVView, LayerWeights
 from packhorse.facts.model import ModelFacts
 from packhorse.kernels import dispatch
+from packhorse.kernels.attention import ref
 from packhorse.kernels.norm.ref import rms_norm
 from packhorse.layers.rope import Rope
 
@@ -36,19 +37,17 @@ class Attention:
         out = self._attend(q, k, v, kv_view)
         if gate is not None:
             out = out * torch.sigmoid(gate.float())
-        return weights.o_proj(out.to(x.dtype).view(x.shape[0], num_q * dim))
+        return weights.o_proj(out.to(x.dtype).reshape(x.shape[0], num_q * dim))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv_view: KVView) -> Tensor:
-        """Write each span's K and V, then attend: [T, Hq, D]; rows of no span stay zero."""
-        spans = kv_view.spans
-        out = None if len(spans) == 1 and spans[0].length == q.shape[0] else torch.zeros_like(q)
-        for span in spans:
+        """Write each span's K and V, then attend: [T, Hq, D]."""
+        parts = []
+        for span in kv_view.spans:
             rows = slice(span.row, span.row + span.length)
             kv_view.write(span, k[rows], v[rows])
             segments = kv_view.segments(span, span.end)
-            part = dispatch.attention(q[rows], segments, span.position, self.scale, exact=self.exact)
-            if out is None:
-                return part
-            out[rows] = part.to(out.dtype)
-        assert out is not None
-        return out
+            if self.exact:
+                # One span a pass, and every row of the bucket is computed, padding too.
+                return ref.exact_attention(q, segments, span.position - span.row, self.scale)
+            parts.append(dispatch.attention(q[rows], segments, span.position, self.scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

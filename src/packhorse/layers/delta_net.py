@@ -31,15 +31,19 @@ class DeltaNet:
         b, a = weights.in_proj_ba(x).float().chunk(2, dim=-1)
         beta = b.sigmoid()
         g = -weights.A_log.exp() * F.softplus(a + weights.dt_bias)
+        states = [(slice(s.row, s.row + s.length), s, kv_view.state(s)) for s in kv_view.spans]
+        conv = x.new_zeros(x.shape[0], d.conv_dim, dtype=torch.float32)
+        for rows, _, state in states:
+            conv[rows] = causal_conv(qkv[rows], weights.conv1d, state.conv)
+        conv = F.silu(conv)
         mixed = x.new_zeros(x.shape[0], d.num_v_heads, d.v_head_dim, dtype=torch.float32)
-        for span in kv_view.spans:
-            rows = slice(span.row, span.row + span.length)
-            state = kv_view.state(span)
-            conv = causal_conv(qkv[rows], weights.conv1d, state.conv).float()
-            if self.exact:
-                mixed[rows] = self._by_pages(conv, g[rows], beta[rows], state, span)
-            else:
-                mixed[rows] = delta_rule(*self._heads(conv), g[rows], beta[rows], state.recurrent)
+        if self.exact:
+            for rows, span, state in states:
+                mixed[rows] = self._by_pages(conv[rows], g[rows], beta[rows], state, span)
+        else:
+            q, k, v = self._heads(conv)
+            for rows, _, state in states:
+                mixed[rows] = delta_rule(q[rows], k[rows], v[rows], g[rows], beta[rows], state.recurrent)
         z = z.view(x.shape[0], d.num_v_heads, d.v_head_dim)
         out = gated_rms_norm(mixed, z, weights.norm, self.eps, x.dtype)
         return weights.out_proj(out.view(x.shape[0], d.value_dim))

@@ -11,12 +11,11 @@ from packhorse.kernels.linear import ref
 
 @dataclass
 class Linear:
-    """weight [N, K], bias [N] or None; exact: products in fixed row buckets."""
+    """weight [N, K], bias [N] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
-    exact: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]."""
-        return ref.linear(x, self.weight, self.bias, exact=self.exact)
+        return ref.linear(x, self.weight, self.bias)

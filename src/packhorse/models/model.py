@@ -44,12 +44,10 @@ class Model:
         self.exact = exact
         rope = Rope(facts.rope, device)
         self.layers = [DecoderLayer(facts, i, rope, dtype, exact) for i in range(facts.num_layers)]
-        self.weights = ResidentWeights(
-            [_tree(tensors, f"layers.{i}.", exact) for i in range(facts.num_layers)]
-        )
+        self.weights = ResidentWeights([_tree(tensors, f"layers.{i}.") for i in range(facts.num_layers)])
         self._embedding = tensors["embed"]
         self._norm = tensors["norm"]
-        self._head = Linear(tensors.get("head", self._embedding), exact=exact)
+        self._head = Linear(tensors.get("head", self._embedding))
         self.storage_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -57,12 +55,12 @@ class Model:
         return F.embedding(ids, self._embedding).float()
 
     def head(self, x: Tensor) -> Tensor:
-        """x [T, H] fp32 -> logits [T, V] fp32. In exact mode T is a multiple of EXACT_ROWS."""
+        """x [T, H] fp32 -> logits [T, V] fp32."""
         hidden = rms_norm(x, self._norm, self.facts.rms_eps, self.dtype)
         return self._head(hidden).float()
 
 
-def _tree(tensors: dict[str, Tensor], prefix: str, exact: bool) -> Any:
+def _tree(tensors: dict[str, Tensor], prefix: str) -> Any:
     """Tensors under `prefix` as nested attributes; `.weight` with `.bias` as a Linear."""
     root = SimpleNamespace()
     for name, tensor in tensors.items():
@@ -76,7 +74,7 @@ def _tree(tensors: dict[str, Tensor], prefix: str, exact: bool) -> Any:
             node = getattr(node, part)
         if name.endswith(".weight"):
             bias = tensors.get(name.removesuffix("weight") + "bias")
-            setattr(node, leaf, Linear(tensor, bias, exact))
+            setattr(node, leaf, Linear(tensor, bias))
         else:
             setattr(node, leaf, tensor)
     return root

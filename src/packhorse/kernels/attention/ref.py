@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from packhorse.core.protocols import Segment
-from packhorse.core.types import EXACT_ROWS
 
 EXACT_SEGMENT_LEN = 256
 """Keys exact mode multiplies at once; shorter segments are filled up with zeros."""
@@ -86,26 +85,15 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
 
 
 def exact_attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
-    """As `attention`, in products of fixed shape: EXACT_ROWS queries at absolute multiples of EXACT_ROWS over
-    EXACT_SEGMENT_LEN keys, so that a query's bits do not depend on which others came with it."""
+    """As `attention`, over keys filled up to EXACT_SEGMENT_LEN with zeros: with T always the same, every
+    product has one shape, and a query's bits do not depend on how many keys have been written after it."""
     num_tokens, num_heads, head_dim = q.shape
-    first = position // EXACT_ROWS * EXACT_ROWS
-    num_buckets = -(-(position + num_tokens - first) // EXACT_ROWS)
-    padded = q.new_zeros(num_buckets * EXACT_ROWS, num_heads, head_dim, dtype=torch.float32)
-    inside = slice(position - first, position - first + num_tokens)
-    padded[inside] = q
-    mergers = [Merger() for _ in range(num_buckets)]
+    merger = Merger()
+    positions = torch.arange(position, position + num_tokens, device=q.device)
     for start, k, v in segments:
         num_kv = k.shape[1]
-        full_k = k.new_zeros(EXACT_SEGMENT_LEN, num_kv, head_dim, dtype=torch.float32)
-        full_v = torch.zeros_like(full_k)
-        full_k[: k.shape[0]], full_v[: v.shape[0]] = k, v
-        for index, merger in enumerate(mergers):
-            low = first + index * EXACT_ROWS
-            if start < low + EXACT_ROWS:
-                rows = padded[index * EXACT_ROWS : (index + 1) * EXACT_ROWS]
-                positions = torch.arange(low, low + EXACT_ROWS, device=q.device)
-                positions = positions.repeat(num_heads // num_kv)
-                grouped = group_rows(rows, num_kv).contiguous()
-                merger.add(*_attend(grouped, full_k, full_v, start, positions, scale))
-    return torch.cat([ungroup_rows(m.result, EXACT_ROWS) for m in mergers])[inside]
+        full = k.new_zeros(2, EXACT_SEGMENT_LEN, num_kv, head_dim, dtype=torch.float32)
+        full[0, : k.shape[0]], full[1, : k.shape[0]] = k, v
+        rows = positions.repeat(num_heads // num_kv)
+        merger.add(*_attend(group_rows(q.float(), num_kv), full[0], full[1], start, rows, scale))
+    return ungroup_rows(merger.result, num_tokens)

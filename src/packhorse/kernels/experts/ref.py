@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packhorse.core.types import EXACT_ROWS
 from packhorse.kernels.linear.ref import linear
 
 
@@ -37,36 +36,23 @@ def expert_mix(
 
     weights, experts: [T, K] of `route`. gate_up: [E, 2 I, H], down: [E, H, I], indexable by expert.
     Each hit expert is one product over its tokens; a token's K results are added in the order of its experts'
-    rank. exact: products have EXACT_ROWS rows, as many as a bucket, whoever else is routed.
+    rank. exact: an expert multiplies all T rows, so that a row's bits do not depend on who else is routed.
     """
     num_tokens, top_k = experts.shape
-    parts = x.new_zeros(num_tokens, top_k, x.shape[1], dtype=torch.float32)
-    if exact:
-        _exact_parts(x, experts, gate_up, down, parts)
-    else:
-        order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
-        flat = parts.view(num_tokens * top_k, -1)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                rows = order[start : start + count]
-                hidden = swiglu(F.linear(x[rows // top_k], gate_up[expert]), x.dtype)
-                flat[rows] = F.linear(hidden, down[expert]).float()
-                start += count
-    out = parts[:, 0] * weights[:, :1]
+    parts = x.new_zeros(num_tokens * top_k, x.shape[1], dtype=torch.float32)
+    order = experts.flatten().argsort(stable=True)
+    counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            slots = order[start : start + count]
+            tokens = slots // top_k
+            hidden = linear(x if exact else x[tokens], gate_up[expert])
+            result = linear(swiglu(hidden, x.dtype), down[expert]).float()
+            parts[slots] = result[tokens] if exact else result
+            start += count
+    ranked = parts.view(num_tokens, top_k, -1)
+    out = ranked[:, 0] * weights[:, :1]
     for rank in range(1, top_k):
-        out += parts[:, rank] * weights[:, rank : rank + 1]
+        out += ranked[:, rank] * weights[:, rank : rank + 1]
     return out
-
-
-def _exact_parts(x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, parts: Tensor) -> None:
-    """Every bucket through every expert that one of its rows wants; each row keeps its own."""
-    for start in range(0, x.shape[0], EXACT_ROWS):
-        rows = slice(start, start + EXACT_ROWS)
-        ids = experts[rows]
-        for expert in ids.unique().tolist():
-            hidden = swiglu(linear(x[rows], gate_up[expert]), x.dtype)
-            result = linear(hidden, down[expert]).float()
-            row, rank = (ids == expert).nonzero(as_tuple=True)
-            parts[start + row, rank] = result[row]
