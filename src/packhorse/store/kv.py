@@ -1,0 +1,517 @@
+"""The store of KV pages and recurrent state: who may read and write what, and what is kept for later prompts.
+
+    pages        | entries of the prefix tree (cached, shared) | owned by open sequences | free |
+    state slots  | active: one an open sequence | rolling | snapshots of entries          | free |
+
+A sequence takes everything its worst case needs when it opens, so an open sequence never waits and is never
+preempted. Used from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from packhorse.core.errors import DoesNotFitError
+from packhorse.core.protocols import DeltaState, KVView, Segment
+from packhorse.core.types import Span
+from packhorse.core.units import ceil_div, round_up
+from packhorse.quant.codec import PlainPages
+from packhorse.store.evict import LeafQueue, thinnable
+from packhorse.store.pages import PageAllocator, consecutive_runs
+from packhorse.store.prefix import Entry, PrefixMatch, PrefixTree, encode_tokens
+from packhorse.store.snapshots import StateSlots, WantedSnapshot, wanted_positions
+from packhorse.store.tier import ComputeTier, StoreGeometry
+from packhorse.store.transfer import copy_state, zero_state
+
+SEGMENT_LEN = 8192
+"""Tokens of a KV segment: attention's workspace grows with it, the number of merges falls."""
+EXACT_SEGMENT_LEN = 256
+"""The same in exact mode, where products have a fixed shape."""
+MAX_RUNS = 8
+"""Runs of consecutive pages into which a segment is cut at most; with more of them it is gathered."""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts since construction (hits, reused_tokens, evicted_entries, thinned_entries, skipped_snapshots,
+    opened) and as of now. A page is cached while an entry holds it, and used while only an open sequence
+    does. snapshots: those of entries."""
+
+    pages_free: int
+    pages_used: int
+    pages_cached: int
+    entries: int
+    snapshots: int
+    open_sequences: int
+    opened: int
+    hits: int
+    reused_tokens: int
+    evicted_entries: int
+    thinned_entries: int
+    skipped_snapshots: int
+
+
+@dataclass
+class _Counters:
+    opened: int = 0
+    hits: int = 0
+    reused_tokens: int = 0
+    evicted_entries: int = 0
+    thinned_entries: int = 0
+    skipped_snapshots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fragment:
+    """Tokens start .. start + length of a sequence, read at once. page_ids: a range where consecutive."""
+
+    start: int
+    length: int
+    page_ids: Sequence[int]
+
+
+@dataclass(eq=False)
+class StoredSequence:
+    """An open sequence: the engine reads `slot`, `cached_len`, `position`, `token_ids` and `next_boundary`.
+
+    slot: active state slot, 0 .. sequences. cached_len: tokens of the prompt that were already stored.
+    position: tokens stored so far. token_ids: the prompt and every token completed since.
+    """
+
+    slot: int
+    cached_len: int
+    position: int
+    prompt_len: int
+    token_ids: list[int]
+    encoded: bytearray = field(repr=False)
+    page_ids: list[int] = field(repr=False)
+    fragments: list[_Fragment] = field(repr=False)
+    wanted: list[WantedSnapshot]
+    tip: Entry = field(repr=False)
+    clock: int
+    rolling: int | None = None
+    rolling_position: int = 0
+    is_open: bool = True
+
+    @property
+    def next_boundary(self) -> int | None:
+        """The next position that is to be snapshot: no step may go across it. None: no such position."""
+        return self.wanted[0].position if self.wanted else None
+
+
+class KVStore:
+    """Pages, states and prefixes of one model.
+
+    num_pages: pages of each full-attention layer. sequences: open at once. snapshots: recurrent states kept
+    for reuse. snapshot_len: their absolute grid, in tokens. exact: segments of a fixed shape, and room for
+    pending rows. segment_len: None takes this module's default. poison: free memory is NaN (tests). secret:
+    keys the hash chain.
+    """
+
+    def __init__(
+        self,
+        geometry: StoreGeometry,
+        *,
+        num_pages: int,
+        sequences: int,
+        snapshots: int,
+        snapshot_len: int,
+        exact: bool = False,
+        device: torch.device | str = "cpu",
+        segment_len: int | None = None,
+        poison: bool = False,
+        secret: bytes = b"",
+    ) -> None:
+        page_len = geometry.page_len
+        if segment_len is None:
+            segment_len = round_up(EXACT_SEGMENT_LEN if exact else SEGMENT_LEN, page_len)
+        assert segment_len % page_len == 0 and snapshot_len % page_len == 0
+        self.geometry = geometry
+        self.page_len = page_len
+        self.snapshot_len = snapshot_len
+        self.segment_len = segment_len
+        self.exact = exact
+        self._slots = StateSlots(sequences, snapshots if geometry.is_hybrid else 0)
+        self._tier = ComputeTier(
+            geometry,
+            num_pages=num_pages,
+            num_state_slots=self._slots.num_slots,
+            num_active=sequences,
+            exact=exact,
+            device=torch.device(device),
+        )
+        self._bound = {i: geometry.codec.bind(self._tier.pages(i)) for i in geometry.full_layers}
+        self._pages = PageAllocator(num_pages)
+        self._tree = PrefixTree(page_len, secret)
+        self._leaves = LeafQueue(self._tree)
+        self._open: dict[int, StoredSequence] = {}
+        self._clock = 0
+        self._counters = _Counters()
+        self._poison = poison
+        if poison:
+            self._tier.poison_pages(list(range(num_pages)))
+            for slot in range(self._slots.num_slots):
+                self._tier.poison_state(slot)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the empty store holds, and so the longest sequence."""
+        return self._pages.num_pages * self.page_len
+
+    @property
+    def storage_bytes(self) -> Mapping[str, int]:
+        """Bytes taken, by part: `pages`, `states`, `pending`."""
+        return self._tier.storage_bytes
+
+    @property
+    def stats(self) -> StoreStats:
+        """Counters and what is held right now."""
+        free, cached = self._pages.num_free, self._tree.num_pages
+        return StoreStats(
+            pages_free=free,
+            pages_used=self._pages.num_pages - free - cached,
+            pages_cached=cached,
+            entries=len(self._tree.entries),
+            snapshots=self._slots.num_entries,
+            open_sequences=len(self._open),
+            **vars(self._counters),
+        )
+
+    def match(self, token_ids: Sequence[int]) -> PrefixMatch:
+        """What of a prompt is stored now. Changes nothing."""
+        return self._tree.match(encode_tokens(token_ids))
+
+    def open(
+        self, token_ids: Sequence[int], max_len: int, marks: Iterable[int] = ()
+    ) -> StoredSequence | None:
+        """Begin a sequence: pin what of its prompt is stored and reserve the rest of `max_len` tokens.
+
+        Its active state is that at `cached_len`. Returns None, having changed nothing, while other sequences
+        hold what it needs: ask again when one has closed. marks: positions in (0, len(token_ids)] whose
+        last page boundary is to be snapshot.
+
+        Raises DoesNotFitError where the empty store could not hold `max_len` tokens.
+        """
+        assert 0 < len(token_ids) <= max_len
+        if max_len > self.capacity:
+            raise DoesNotFitError(
+                f"The request needs room for {max_len:,} tokens, and the KV store holds {self.capacity:,}.",
+                asked=max_len,
+                available=self.capacity,
+                unit="tokens",
+                hint="Shorten the prompt, ask for fewer tokens, or give the store more (kv_tokens).",
+            )
+        if self._slots.num_active == self._slots.sequences:
+            return None
+        encoded = encode_tokens(token_ids)
+        match = self._tree.match(encoded)
+        reused = [page for entry in match.entries for page in entry.page_ids]
+        missing = ceil_div(max_len, self.page_len) - len(reused)
+        pinned_now = sum(len(entry.page_ids) for entry in match.entries if not entry.pins)
+        if missing > self._pages.num_free + self._tree.unpinned_pages - pinned_now:
+            return None
+        tip = match.entries[-1] if match.entries else self._tree.root
+        self._clock += 1
+        self._tree.pin(tip)
+        self._tree.touch(tip, self._clock)
+        while self._pages.num_free < missing:
+            assert self._evict_leaf(), "admission counted pages that cannot be evicted"
+        self._pages.share(reused)
+        page_ids = reused + self._pages.allocate(missing, reused[-1] if reused else None)
+        slot = self._slots.take_active()
+        assert slot is not None
+        self._restore(tip, slot)
+        wanted = (
+            wanted_positions(
+                len(token_ids), marks, match.fork, self.page_len, self.snapshot_len, match.length
+            )
+            if self.geometry.is_hybrid
+            else []
+        )
+        sequence = StoredSequence(
+            slot=slot,
+            cached_len=match.length,
+            position=match.length,
+            prompt_len=len(token_ids),
+            token_ids=list(token_ids),
+            encoded=bytearray(encoded),
+            page_ids=page_ids,
+            fragments=self._fragments(page_ids),
+            wanted=wanted,
+            tip=tip,
+            clock=self._clock,
+        )
+        self._open[slot] = sequence
+        self._counters.opened += 1
+        self._counters.hits += match.length > 0
+        self._counters.reused_tokens += match.length
+        return sequence
+
+    def views(self, spans: Sequence[Span]) -> list[KVView]:
+        """What each layer of the model sees during one step, by layer index; valid until `complete`.
+
+        Spans of one sequence follow on one another from its `position` and stay within its `max_len`.
+        """
+        step = _Step(spans)
+        reached: dict[int, int] = {}
+        for span in spans:
+            sequence = self._open[span.slot]
+            assert span.position == reached.get(span.slot, sequence.position), "a span leaves a gap"
+            assert span.end <= len(sequence.page_ids) * self.page_len, "a span goes beyond max_len"
+            reached[span.slot] = span.end
+            first = span.position // self.page_len
+            page_ids = sequence.page_ids[first : ceil_div(span.end, self.page_len)]
+            runs = consecutive_runs(page_ids)
+            target = runs[0] if len(runs) == 1 else page_ids
+            step.targets[span.row] = (target, span.position - first * self.page_len)
+            step.fragments[span.slot] = sequence.fragments
+        layers = range(len(self.geometry.layer_kinds))
+        return [
+            _PagesView(step, self._bound[i])
+            if i in self._bound
+            else _StateView(step, self._tier.delta_states(i))
+            for i in layers
+        ]
+
+    def complete(self, spans: Sequence[Span], token_ids: Mapping[int, Sequence[int]]) -> None:
+        """A step has passed all layers: its tokens are stored, and boundaries it reached are kept.
+
+        token_ids: by slot, the ids of the tokens of its spans. Where no snapshot slot can be had the snapshot
+        is left out and counted.
+        """
+        reached = {span.slot: span.end for span in spans}
+        for slot, end in reached.items():
+            sequence = self._open[slot]
+            new = token_ids[slot]
+            assert len(new) == end - sequence.position
+            known = len(sequence.token_ids) - sequence.position
+            assert list(new[:known]) == sequence.token_ids[sequence.position : end][:known]
+            sequence.token_ids += new[known:]
+            sequence.encoded += encode_tokens(new[known:])
+            sequence.position = end
+            if self.geometry.is_hybrid:
+                self._keep_snapshots(sequence)
+            else:
+                for stop in range(sequence.tip.stop + self.page_len, end + 1, self.page_len):
+                    self._keep(sequence, stop, marked=False)
+
+    def close(self, sequence: StoredSequence, *, keep: bool = True) -> None:
+        """End a sequence: at once, all it held is free or kept for later prompts.
+
+        keep: a model with recurrent state keeps the last page boundary whose state there is, so that a
+        following turn goes on from there; False drops what is not an entry yet.
+        """
+        assert sequence.is_open and self._open.get(sequence.slot) is sequence, "closed twice"
+        if keep and self.geometry.is_hybrid:
+            self._keep_turn(sequence)
+        self._clock += 1
+        self._tree.touch(sequence.tip, self._clock)
+        self._tree.unpin(sequence.tip)
+        self._leaves.offer(sequence.tip)
+        self._release(sequence.page_ids)
+        if sequence.rolling is not None:
+            self._slots.free_rolling(sequence.rolling)
+            self._poison_state(sequence.rolling)
+        self._slots.free_active(sequence.slot)
+        self._poison_state(sequence.slot)
+        del self._open[sequence.slot]
+        sequence.is_open = False
+
+    def clear(self) -> None:
+        """Forget every entry that no open sequence uses."""
+        while self._evict_leaf():
+            pass
+
+    def _restore(self, tip: Entry, slot: int) -> None:
+        if not self.geometry.is_hybrid:
+            return
+        if tip.snapshot is None:
+            zero_state(self._tier, slot)
+        else:
+            copy_state(self._tier, tip.snapshot, self._tier, slot)
+
+    def _fragments(self, page_ids: Sequence[int]) -> list[_Fragment]:
+        """`page_ids` cut at absolute multiples of the segment length, and where they are not consecutive.
+
+        In exact mode cuts depend on positions alone, so a segment of several runs is gathered.
+        """
+        fragments = []
+        segment_pages = self.segment_len // self.page_len
+        for first in range(0, len(page_ids), segment_pages):
+            segment = page_ids[first : first + segment_pages]
+            runs: Sequence[Sequence[int]] = consecutive_runs(segment)
+            if len(runs) > (1 if self.exact else MAX_RUNS):
+                runs = [segment]
+            start = first * self.page_len
+            for run in runs:
+                fragments.append(_Fragment(start, len(run) * self.page_len, run))
+                start += len(run) * self.page_len
+        return fragments
+
+    def _keep_snapshots(self, sequence: StoredSequence) -> None:
+        position = sequence.position
+        boundary = sequence.next_boundary
+        assert boundary is None or position <= boundary, "a step went across a snapshot boundary"
+        if position == boundary:
+            self._keep(sequence, position, marked=sequence.wanted.pop(0).marked)
+        elif position >= sequence.prompt_len and position % self.page_len == 0 and self._slots.snapshots:
+            if sequence.rolling is None:
+                sequence.rolling = self._slots.take_rolling()
+            copy_state(self._tier, sequence.slot, self._tier, sequence.rolling)
+            sequence.rolling_position = position
+
+    def _keep_turn(self, sequence: StoredSequence) -> None:
+        if sequence.position % self.page_len == 0 and sequence.position > sequence.tip.stop:
+            self._keep(sequence, sequence.position, marked=True)
+        elif sequence.rolling_position > sequence.tip.stop:
+            self._keep(sequence, sequence.rolling_position, marked=True)
+
+    def _keep(self, sequence: StoredSequence, stop: int, *, marked: bool) -> None:
+        """Make what lies between the sequence's tip and `stop` an entry, if there is none yet."""
+        self._move_tip(sequence, self._tree.descend(sequence.tip, sequence.encoded, stop))
+        if sequence.tip.stop == stop:
+            return
+        snapshot = None
+        if self.geometry.is_hybrid:
+            if not self._slots.entry_available and not self._reclaim_snapshot():
+                self._counters.skipped_snapshots += 1
+                return
+            snapshot = self._take_snapshot(sequence, stop)
+        first = sequence.tip.stop // self.page_len
+        inserted = self._tree.insert(
+            sequence.tip,
+            sequence.encoded,
+            stop,
+            sequence.page_ids[first : stop // self.page_len],
+            snapshot,
+            marked=marked,
+            last_used=sequence.clock,
+        )
+        self._pages.share(inserted.kept)
+        self._release(inserted.dropped)
+        self._move_tip(sequence, inserted.entry)
+
+    def _move_tip(self, sequence: StoredSequence, tip: Entry) -> None:
+        self._tree.pin(tip, above=sequence.tip)
+        sequence.tip = tip
+
+    def _take_snapshot(self, sequence: StoredSequence, position: int) -> int:
+        """A state slot for an entry, with the sequence's state at `position`: its own or the rolling one."""
+        if sequence.rolling is not None and sequence.rolling_position == position:
+            slot, sequence.rolling = self._slots.promote(sequence.rolling), None
+            return slot
+        assert sequence.position == position
+        slot = self._slots.take_entry()
+        copy_state(self._tier, sequence.slot, self._tier, slot)
+        return slot
+
+    def _reclaim_snapshot(self) -> bool:
+        """Free one snapshot slot: that of a grid position in a chain, else an old leaf's, else a mark's."""
+        thin = thinnable(self._tree, marked=False)
+        if thin is None:
+            if self._evict_leaf():
+                return True
+            thin = thinnable(self._tree, marked=True)
+        if thin is None:
+            return False
+        self._tree.merge_into_child(thin)
+        self._counters.thinned_entries += 1
+        self._free_snapshot(thin)
+        return True
+
+    def _evict_leaf(self) -> bool:
+        leaf = self._leaves.pop()
+        if leaf is None:
+            return False
+        self._tree.remove(leaf)
+        self._counters.evicted_entries += 1
+        assert leaf.parent is not None
+        self._leaves.offer(leaf.parent)
+        self._release(leaf.page_ids)
+        self._free_snapshot(leaf)
+        return True
+
+    def _free_snapshot(self, entry: Entry) -> None:
+        if entry.snapshot is not None:
+            self._slots.free_entry(entry.snapshot)
+            self._poison_state(entry.snapshot)
+
+    def _release(self, page_ids: Iterable[int]) -> None:
+        freed = self._pages.release(page_ids)
+        if self._poison and freed:
+            self._tier.poison_pages(freed)
+
+    def _poison_state(self, slot: int) -> None:
+        if self._poison:
+            self._tier.poison_state(slot)
+
+
+class _Step:
+    """What all layer views of one step share.
+
+    targets: by row of a span, the pages it writes and its place in them. fragments: by slot.
+    """
+
+    __slots__ = ("fragments", "spans", "targets")
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
+        self.targets: dict[int, tuple[Sequence[int], int]] = {}
+        self.fragments: dict[int, list[_Fragment]] = {}
+
+
+class _LayerView:
+    """A `KVView` of one layer; what the layer's kind does not have is an AssertionError."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        return self._step.spans
+
+    def write(self, span: Span, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("a linear layer has no pages")
+
+    def segments(self, span: Span, stop: int) -> Iterator[Segment]:
+        raise AssertionError("a linear layer has no pages")
+
+    def state(self, span: Span) -> DeltaState:
+        raise AssertionError("a full-attention layer has no recurrent state")
+
+
+class _PagesView(_LayerView):
+    __slots__ = ("_pages",)
+
+    def __init__(self, step: _Step, pages: PlainPages) -> None:
+        super().__init__(step)
+        self._pages = pages
+
+    def write(self, span: Span, k: Tensor, v: Tensor) -> None:
+        page_ids, start = self._step.targets[span.row]
+        self._pages.write(page_ids, start, k, v)
+
+    def segments(self, span: Span, stop: int) -> Iterator[Segment]:
+        for fragment in self._step.fragments[span.slot]:
+            length = stop - fragment.start
+            if length <= 0:
+                return
+            k, v = self._pages.read(fragment.page_ids, 0, min(length, fragment.length))
+            yield Segment(fragment.start, k, v)
+
+
+class _StateView(_LayerView):
+    __slots__ = ("_states",)
+
+    def __init__(self, step: _Step, states: list[DeltaState]) -> None:
+        super().__init__(step)
+        self._states = states
+
+    def state(self, span: Span) -> DeltaState:
+        return self._states[span.slot]
