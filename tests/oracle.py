@@ -1,6 +1,6 @@
 """transformers as the oracle: tiny models of every family, re-drawn so that every parameter matters.
 
-Default initialisation proves nothing: with it a zeroed recurrent state or a dropped bias hardly moves a logit.
+Default initialisation proves nothing: with it a zeroed state or a dropped bias hardly moves a logit.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> transformers.PreTr
 
 @torch.no_grad()
 def redraw(model: torch.nn.Module) -> None:
-    """Norms w + 0.3 n, biases 0.3 n, A_log in [-3, 0.5], dt_bias in [-4, 0], products 1.5 / sqrt(fan-in), embedding
-    0.1 n (small beside what the layers add, or a tied model only repeats its input)."""
+    """Norms w + 0.3 n, biases 0.3 n, A_log in [-3, 0.5], dt_bias in [-4, 0], products 1.5 / sqrt(fan-in).
+
+    The embedding is 0.1 n: small beside what the layers add, or a tied model only repeats its input.
+    """
     for name, p in model.named_parameters():
         noise = torch.randn_like(p)
         if name.endswith("A_log"):

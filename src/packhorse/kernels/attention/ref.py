@@ -59,12 +59,14 @@ def ungroup_rows(out: Tensor, num_tokens: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, start: int, positions: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, keys: range, positions: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [Hkv, R, D] with positions [R] over k, v [S, Hkv, D] of positions from start: out and lse, fp32."""
+    """q [Hkv, R, D] at positions [R] over k, v [S, Hkv, D], of which the first are those at positions `keys`
+    and the rest padding: out and lse, fp32."""
     scores = (q @ k.float().permute(1, 2, 0)) * scale
-    keys = torch.arange(start, start + k.shape[0], device=q.device)
-    scores = scores.masked_fill(keys[None, :] > positions[:, None], float("-inf"))
+    at = torch.arange(keys.start, keys.start + k.shape[0], device=q.device)
+    hidden = (at[None, :] > positions[:, None]) | (at >= keys.stop)
+    scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
     return (scores - _finite(lse)[..., None]).exp() @ v.float().transpose(0, 1), lse
 
@@ -80,7 +82,8 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     for start, k, v in segments:
         num_kv = k.shape[1]
         rows = positions.repeat(num_heads // num_kv)
-        merger.add(*_attend(group_rows(q.float(), num_kv), k, v, start, rows, scale))
+        keys = range(start, start + k.shape[0])
+        merger.add(*_attend(group_rows(q.float(), num_kv), k, v, keys, rows, scale))
     return ungroup_rows(merger.result, num_tokens)
 
 
@@ -95,5 +98,6 @@ def exact_attention(q: Tensor, segments: Iterable[Segment], position: int, scale
         full = k.new_zeros(2, EXACT_SEGMENT_LEN, num_kv, head_dim, dtype=torch.float32)
         full[0, : k.shape[0]], full[1, : k.shape[0]] = k, v
         rows = positions.repeat(num_heads // num_kv)
-        merger.add(*_attend(group_rows(q.float(), num_kv), full[0], full[1], start, rows, scale))
+        keys = range(start, start + k.shape[0])
+        merger.add(*_attend(group_rows(q.float(), num_kv), full[0], full[1], keys, rows, scale))
     return ungroup_rows(merger.result, num_tokens)

@@ -1,0 +1,46 @@
+"""The same cases on a card."""
+
+import pytest
+import torch
+
+import kernel_cases as cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("which", ["ref", "exact", "dispatch"])
+@pytest.mark.parametrize("case", cases.ATTENTION_CASES)
+def test_attention(case, which):
+    cases.check_attention(case, "cuda", which)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_16bit(dtype):
+    cases.check_attention_16bit(dtype, "cuda")
+
+
+@pytest.mark.parametrize("rule", ["delta_steps", "delta_chunks"])
+@pytest.mark.parametrize("case", cases.DELTA_CASES)
+def test_delta(case, rule):
+    cases.check_delta(case, "cuda", rule)
+
+
+def test_delta_strong_decay():
+    cases.check_delta_strong_decay("cuda")
+
+
+def test_conv():
+    cases.check_conv("cuda")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_experts(exact):
+    cases.check_experts("cuda", exact)
+
+
+def test_norms():
+    cases.check_norms("cuda")
+
+
+def test_rope():
+    cases.check_rope("cuda")
