@@ -1,0 +1,316 @@
+"""Which tokens the next step computes: decode tokens, prompt chunks, and who is let in. Pure Python.
+
+    add -> [waiting, first in first out] -> admit -> [running, oldest first] -> remove
+                                                      reading -> decoding
+
+Rules, in the order that settles arguments:
+
+1. Every decoding sequence has one token in every step.
+2. The oldest reading sequence has a chunk in every step. Younger ones share what is left of `chunk_len`
+   prompt tokens a step, where their whole next chunk fits into it: a chunk is never cut for the budget.
+3. Where a chunk ends depends on the prompt alone: at the next absolute multiple of `chunk_len`, at the
+   handle's next boundary (a snapshot is wanted there), or at the prompt's end, whichever is first.
+4. The head of the queue is admitted when it fits; nobody overtakes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from packhorse.core.errors import InvalidRequestError, PackhorseError, PromptTooLongError
+from packhorse.core.types import EXACT_ROWS, Request, Span, Usage
+from packhorse.core.units import round_up
+
+
+class Handle(Protocol):
+    """What the scheduler reads of the store's handle of an admitted sequence; it changes nothing.
+
+    slot: the sequence's place in the store. cached_len: prompt tokens that were reused, below the prompt's
+    length. position: tokens stored so far; completing a step advances it. next_boundary: the next position
+    after `position` at which reading must pause for a snapshot, None where there is none.
+    """
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def cached_len(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def next_boundary(self) -> int | None: ...
+
+
+class SequenceState(StrEnum):
+    """Where a live sequence stands."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    DECODING = "decoding"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A live request: what was asked, what the store holds for it, what was generated.
+
+    Whoever samples appends to `generated`, one token for each of the sequence's rows in
+    `Step.sample_rows`, before the next `schedule`.
+    """
+
+    request: Request
+    handle: Handle | None = None
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens the sequence may come to hold: prompt and answer."""
+        return self.prompt_len + self.request.sampling.max_tokens
+
+    @property
+    def position(self) -> int:
+        """Tokens stored so far, read or reused."""
+        return 0 if self.handle is None else self.handle.position
+
+    @property
+    def read_len(self) -> int:
+        """Prompt tokens stored so far, read or reused."""
+        return min(self.position, self.prompt_len)
+
+    @property
+    def state(self) -> SequenceState:
+        if self.handle is None:
+            return SequenceState.WAITING
+        return SequenceState.READING if self.position < self.prompt_len else SequenceState.DECODING
+
+    @property
+    def usage(self) -> Usage:
+        cached_len = 0 if self.handle is None else self.handle.cached_len
+        return Usage(self.prompt_len, cached_len, len(self.generated))
+
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens at positions start .. stop of prompt and answer."""
+        answer = slice(max(start - self.prompt_len, 0), max(stop - self.prompt_len, 0))
+        return self.request.token_ids[start:stop] + tuple(self.generated[answer])
+
+
+@dataclass(frozen=True)
+class Work(Span):
+    """A span of a step and the sequence it belongs to."""
+
+    sequence: Sequence
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The span's tokens, `length` of them."""
+        return self.sequence.token_ids(self.position, self.end)
+
+    @property
+    def last_row(self) -> int:
+        return self.row + self.length - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether the logits of the last row give the sequence's next token."""
+        return self.end >= self.sequence.prompt_len
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call of the engine computes.
+
+    spans: decode tokens, then prompt chunks, in row order; at most one for a sequence. num_rows: rows of the
+    step's activations; rows outside every span are padding, and there are some in exact mode only.
+    refused: sequences that turned out never to fit, with the reason; they have left the scheduler.
+    """
+
+    spans: tuple[Work, ...]
+    num_rows: int
+    refused: tuple[tuple[Sequence, PackhorseError], ...] = ()
+
+    @property
+    def sampled(self) -> tuple[Sequence, ...]:
+        """The sequences that get a token from this step, in the order of `sample_rows`."""
+        return tuple(span.sequence for span in self.spans if span.samples)
+
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        """The rows whose logits are needed: decode rows, and the last row of each prompt that ends here."""
+        return tuple(span.last_row for span in self.spans if span.samples)
+
+
+class Scheduler:
+    """Decides what each step computes. Not thread-safe: calls come between steps, from one thread.
+
+    sequences: running at once, at most. chunk_len: prompt tokens a step reads at most, and the absolute grid
+    on which chunks end. window: tokens one request may hold, prompt and answer: the least of the model's
+    window, the context asked for and what the store can hold of one sequence. admit: opens a request in the
+    store; returns its handle, or None where it has to wait for others to end, or raises a PackhorseError
+    (DoesNotFitError) where waiting would not help. exact: rows are padded to buckets of EXACT_ROWS.
+
+    Attributes `waiting` and `running` are for reading.
+    """
+
+    def __init__(
+        self,
+        sequences: int,
+        chunk_len: int,
+        window: int,
+        admit: Callable[[Request], Handle | None],
+        *,
+        exact: bool = False,
+    ) -> None:
+        self.sequences = sequences
+        self.chunk_len = chunk_len
+        self.window = window
+        self.exact = exact
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._admit = admit
+        self._live: dict[str, Sequence] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._live)
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. Nothing is clamped: what cannot be done as asked is refused.
+
+        Raises InvalidRequestError for an id in use, an empty prompt or a mark outside the prompt, and
+        PromptTooLongError where the prompt, or the prompt and max_tokens, exceed the window.
+        """
+        if request.id in self._live:
+            raise InvalidRequestError(
+                f"A request with the id {request.id!r} is running or waiting.",
+                hint="Give each live request an id of its own.",
+                request_id=request.id,
+            )
+        sequence = Sequence(request)
+        self._check(sequence)
+        self._live[request.id] = sequence
+        self.waiting.append(sequence)
+        return sequence
+
+    def remove(self, request_id: str) -> Sequence | None:
+        """Take a request out, finished, failed or cancelled, and return it; None where none is live.
+
+        Its place is free for the next `schedule`. The caller closes the handle, if it has one, before that.
+        """
+        sequence = self._live.pop(request_id, None)
+        if sequence is None:
+            return None
+        if sequence.handle is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+        return sequence
+
+    def schedule(self) -> Step:
+        """Let in whoever fits, and choose the tokens of the next step."""
+        refused = self._let_in()
+        spans: list[Work] = []
+        num_rows = 0
+        for sequence, length in [*self._decodes(), *self._chunks()]:
+            span = self._place(sequence, length, num_rows)
+            spans.append(span)
+            num_rows = self._bucket_end(span.row + span.length)
+        return Step(tuple(spans), num_rows, tuple(refused))
+
+    def _check(self, sequence: Sequence) -> None:
+        request, prompt_len = sequence.request, sequence.prompt_len
+        if not prompt_len:
+            raise InvalidRequestError("The prompt is empty.", hint="Give at least one token.")
+        for mark in request.marks:
+            if not 0 < mark <= prompt_len:
+                raise InvalidRequestError(
+                    f"The mark {mark} lies outside the prompt of {prompt_len:,} tokens.",
+                    hint=f"Marks are positions from 1 to {prompt_len}.",
+                    field="marks",
+                    value=mark,
+                )
+        if prompt_len >= self.window:
+            raise PromptTooLongError(
+                f"The prompt has {prompt_len:,} tokens; the window holds {self.window:,}, answer included.",
+                hint="Shorten the prompt, or raise the context as far as model and memory allow.",
+                asked=prompt_len,
+                available=self.window,
+                unit="tokens",
+            )
+        if sequence.max_len > self.window:
+            raise PromptTooLongError(
+                f"The prompt of {prompt_len:,} tokens and max_tokens {request.sampling.max_tokens:,} make "
+                f"{sequence.max_len:,} tokens; the window holds {self.window:,}.",
+                hint=f"Give max_tokens of at most {self.window - prompt_len:,}, shorten the prompt, or raise "
+                "the context as far as model and memory allow.",
+                asked=sequence.max_len,
+                available=self.window,
+                unit="tokens",
+            )
+
+    def _let_in(self) -> list[tuple[Sequence, PackhorseError]]:
+        """Admit from the head of the queue until one must wait. Returns those that can never be admitted."""
+        refused: list[tuple[Sequence, PackhorseError]] = []
+        while self.waiting and len(self.running) < self.sequences:
+            head = self.waiting[0]
+            try:
+                head.handle = self._admit(head.request)
+                if head.handle is None and not self.running:
+                    # Nothing will ever be freed: waiting on would hang this request and all behind it.
+                    raise PackhorseError(
+                        f"There is no room for the {head.max_len:,} tokens of request {head.id!r}, and no "
+                        "other request holds any.",
+                        hint="This is a fault in Packhorse: please report it.",
+                        request_id=head.id,
+                    )
+            except PackhorseError as error:
+                refused.append((head, error))
+                self.remove(head.id)
+                continue
+            if head.handle is None:
+                break
+            self.running.append(self.waiting.popleft())
+        return refused
+
+    def _decodes(self) -> list[tuple[Sequence, int]]:
+        decoding = [s for s in self.running if s.state is SequenceState.DECODING]
+        for s in decoding:
+            assert s.position == s.prompt_len + len(s.generated) - 1, f"{s.id} lacks the token it sampled"
+        return [(s, 1) for s in decoding]
+
+    def _chunks(self) -> list[tuple[Sequence, int]]:
+        """The prompt chunks of this step, oldest sequence first, at most chunk_len tokens in all."""
+        chunks: list[tuple[Sequence, int]] = []
+        budget = self.chunk_len
+        for sequence in self.running:
+            if sequence.state is SequenceState.READING:
+                length = self._chunk_end(sequence) - sequence.position
+                if length <= budget:
+                    chunks.append((sequence, length))
+                    budget -= length
+        return chunks
+
+    def _chunk_end(self, sequence: Sequence) -> int:
+        end = min(round_up(sequence.position + 1, self.chunk_len), sequence.prompt_len)
+        boundary = sequence.handle.next_boundary if sequence.handle else None
+        return end if boundary is None else min(end, boundary)
+
+    def _place(self, sequence: Sequence, length: int, free_row: int) -> Work:
+        """The span of the sequence's next `length` tokens, in rows from `free_row` on."""
+        assert sequence.handle is not None
+        position = sequence.handle.position
+        row = free_row + position % EXACT_ROWS if self.exact else free_row
+        return Work(sequence.handle.slot, row, position, length, sequence)
+
+    def _bucket_end(self, row: int) -> int:
+        return round_up(row, EXACT_ROWS) if self.exact else row
