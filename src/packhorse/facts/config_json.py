@@ -76,7 +76,7 @@ def config_fields(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     num_layers = text.integer("num_hidden_layers", base["layers"], high=MAX_LAYERS)
     heads = _heads(text, family)
     context = text.integer("max_position_embeddings", base["context"])
-    rope, context = rope_fields(text, family, heads["head_dim"], context)
+    rope, context = _rope(text, family, heads["head_dim"], context)
     moe, moe_layers = _experts(text, family, num_layers)
     biases = family != "qwen2" and text.flag("attention_bias", False)
     dtype = text.text("dtype") or text.text("torch_dtype") or top.text("dtype") or top.text("torch_dtype")
@@ -285,8 +285,8 @@ def _delta(text: Fields) -> DeltaFacts:
     )
 
 
-def rope_fields(text: Fields, family: str, head_dim: int, context: int) -> tuple[RopeFacts, int]:
-    """RopeFacts, and the window: `max_position_embeddings`, or what YaRN stretches it to if that is more."""
+def _rope(text: Fields, family: str, head_dim: int, context: int) -> tuple[RopeFacts, int]:
+    """RopeFacts and window from rope_parameters, or from rope_theta and rope_scaling."""
     raw = text.table("rope_scaling") or text.table("rope_parameters") or Fields({}, text.file)
     for key, value in raw.values.items():
         if isinstance(value, dict):
@@ -295,12 +295,6 @@ def rope_fields(text: Fields, family: str, head_dim: int, context: int) -> tuple
                 hint="Choose another model.",
             )
     kind = raw.text("rope_type") or raw.text("type") or "default"
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise UnsupportedModelError(
-            f"{text.file}: the rope kind {kind!r} is not supported.",
-            hint="default, linear, yarn and llama3 are.",
-            rope_type=kind,
-        )
     theta = raw.maybe_number("rope_theta", low=1.0) or text.number("rope_theta", 10_000.0, low=1.0)
     partial = raw.maybe_number("partial_rotary_factor", low=1e-3, high=1.0)
     if partial is None:
@@ -314,15 +308,29 @@ def rope_fields(text: Fields, family: str, head_dim: int, context: int) -> tuple
     rotary_dim = int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:
         raise text.wrong("partial_rotary_factor", partial, f"such that {head_dim} x it is even, and not 0")
+    original = text.maybe_integer("original_max_position_embeddings")
+    return rope_facts(raw, kind, theta, rotary_dim, context, original)
+
+
+def rope_facts(
+    raw: Fields, kind: str, theta: float, rotary_dim: int, context: int, original: int | None = None
+) -> tuple[RopeFacts, int]:
+    """RopeFacts, and the window: `context`, or what YaRN stretches the original window to if that is more.
+
+    raw: the fields of rope_parameters. original: an original window stated elsewhere, which goes before.
+    Raises UnsupportedModelError for a kind that is not built, CorruptFileError for values that cannot be.
+    """
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise UnsupportedModelError(
+            f"{raw.file}: the rope kind {kind!r} is not supported.",
+            hint="default, linear, yarn and llama3 are.",
+            rope_type=kind,
+        )
     if kind == "default":
         return RopeFacts(theta, rotary_dim), context
     if kind == "linear":
         return RopeFacts(theta, rotary_dim, kind, factor=raw.number("factor", low=1.0)), context
-    original = (
-        text.maybe_integer("original_max_position_embeddings")
-        or raw.maybe_integer("original_max_position_embeddings")
-        or context
-    )
+    original = original or raw.maybe_integer("original_max_position_embeddings") or context
     if kind == "llama3":
         low, high = raw.number("low_freq_factor", low=1e-6), raw.number("high_freq_factor", low=1e-6)
         if high <= low:
@@ -331,13 +339,12 @@ def rope_fields(text: Fields, family: str, head_dim: int, context: int) -> tuple
         return RopeFacts(
             theta, rotary_dim, kind, factor, original, low_freq_factor=low, high_freq_factor=high
         ), context
-    factor = raw.number("factor", max(1.0, context / original), low=1.0)
     rope = RopeFacts(
         theta,
         rotary_dim,
         kind,
-        factor,
-        original,
+        factor=raw.number("factor", max(1.0, context / original), low=1.0),
+        original_context=original,
         attention_factor=raw.maybe_number("attention_factor"),
         beta_fast=raw.maybe_number("beta_fast") or 32.0,
         beta_slow=raw.maybe_number("beta_slow") or 1.0,
@@ -345,7 +352,7 @@ def rope_fields(text: Fields, family: str, head_dim: int, context: int) -> tuple
         mscale_all_dim=raw.maybe_number("mscale_all_dim"),
         truncate=raw.flag("truncate", True),
     )
-    return rope, max(context, int(original * factor))
+    return rope, max(context, int(original * rope.factor))
 
 
 def _special_ids(top: Fields, text: Fields, family: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from packhorse.core.units import format_bytes
 from packhorse.facts import names
 from packhorse.facts.config_json import config_fields
 from packhorse.facts.fields import Fields, read_bytes, read_object
-from packhorse.facts.gguf_model import read_gguf
+from packhorse.facts.gguf_model import is_later_part, read_gguf
 from packhorse.facts.model import ModelFacts, TensorFacts
 from packhorse.facts.safetensors_header import PICKLES, read_folder
 
@@ -62,7 +62,7 @@ def _read_folder(folder: Path) -> ModelFacts:
         )
     config = folder / "config.json"
     if not config.is_file():
-        found = sorted(folder.glob("*.gguf"))
+        found = sorted(file for file in folder.glob("*.gguf") if not is_later_part(file))
         if len(found) == 1:
             return read_gguf(found[0])
         if found:

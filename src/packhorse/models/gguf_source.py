@@ -1,0 +1,275 @@
+"""Weights of a GGUF file under transformers' names, with the converter's changes undone.
+
+llama.cpp's converter renames tensors and, by family:
+- llama: reorders the rows of q and k for its own rope (`_unpermute_rope`);
+- qwen3next, qwen35, qwen35moe: stores norms as w + 1 (all but `ssm_norm`), A_log as -exp(A_log), the
+  convolution without its middle dimension, and the shared expert's gate as a vector;
+- qwen35, qwen35moe: orders value heads by their place under a key head first ("tiled"), where transformers
+  has all heads of one key head together ("grouped");
+- qwen3next: splits in_proj_qkvz, whose rows are grouped by key head, into q, k, v and z;
+- experts: keeps gate and up apart, where transformers has one tensor, gate rows first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packhorse.core.errors import WeightsError
+from packhorse.facts.gguf_model import is_mtp_block
+from packhorse.facts.model import DeltaFacts, ModelFacts, TensorFacts
+from packhorse.models.raw import read_plain, read_raw
+from packhorse.quant.gguf import dequantize
+
+Undo = Callable[[Sequence[Tensor]], Tensor]
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+# Modules of a layer, whose weight and bias keep their leaf names.
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_WHOLE = {
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+}
+_UNUSED = ("rope_freqs.weight",)
+"""Read with the header: `facts.rope` has what it says."""
+_BLOCK = re.compile(r"^blk\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor as transformers has it: the file's tensors it is made of, its shape, and how."""
+
+    sources: tuple[TensorFacts, ...]
+    shape: tuple[int, ...]
+    undo: Undo | None = None
+
+
+class GgufSource:
+    """Weights of a GGUF file. Float types come as stored, packed ones and changed values as fp32.
+
+    Names it does not know keep their GGUF names, so that a strict loader names them as left over. Raises
+    WeightsError where experts have a gate and no up, or shapes do not allow what must be undone.
+    """
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._facts = facts
+        self._entries: dict[str, _Entry] = {}
+        used = {
+            name: tensor
+            for name, tensor in facts.tensors.items()
+            if name not in _UNUSED and not is_mtp_block(name, facts.num_layers)
+        }
+        for name, tensor in used.items():
+            match = _BLOCK.match(name)
+            if match is None:
+                target = _TOP.get(name, name)
+                self._add(target, (tensor,), tensor.shape, _minus_one if self._is_offset_norm(name) else None)
+            else:
+                self._add_layer_tensor(f"model.layers.{int(match[1])}.", match[2], tensor, used)
+        self._shapes = {name: entry.shape for name, entry in self._entries.items()}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as transformers has it, in memory of its own. Raises CorruptFileError where bytes are
+        missing."""
+        entry = self._entries[name]
+        values = [_values(tensor) for tensor in entry.sources]
+        if entry.undo is None:
+            return values[0].view(entry.shape)
+        return entry.undo([value.float() for value in values]).reshape(entry.shape).contiguous()
+
+    def _add(
+        self, name: str, sources: tuple[TensorFacts, ...], shape: tuple[int, ...], undo: Undo | None = None
+    ) -> None:
+        if name in self._entries:
+            raise WeightsError(
+                f"{sources[0].name!r} and {self._entries[name].sources[0].name!r} are both {name!r}.",
+                hint="Convert the file again.",
+            )
+        self._entries[name] = _Entry(sources, shape, undo)
+
+    def _add_layer_tensor(
+        self, prefix: str, leaf: str, tensor: TensorFacts, used: Mapping[str, TensorFacts]
+    ) -> None:
+        block = tensor.name.removesuffix(leaf)
+        if leaf in ("ffn_gate_exps.weight", "ffn_up_exps.weight"):
+            if leaf.startswith("ffn_gate"):
+                up = self._partner(tensor, used, block + "ffn_up_exps.weight", same_shape=True)
+                self._check(tensor, len(tensor.shape) == 3)
+                experts, rows, columns = tensor.shape
+                self._add(
+                    f"{prefix}mlp.experts.gate_up_proj",
+                    (tensor, up),
+                    (experts, 2 * rows, columns),
+                    _join_rows,
+                )
+            else:
+                self._partner(tensor, used, block + "ffn_gate_exps.weight", same_shape=True)
+            return
+        if self._facts.family == "qwen3_next" and leaf in ("attn_qkv.weight", "attn_gate.weight"):
+            if leaf == "attn_qkv.weight":
+                z = self._partner(tensor, used, block + "attn_gate.weight", same_shape=False)
+                self._add_qkvz(f"{prefix}linear_attn.in_proj_qkvz.weight", tensor, z)
+            return
+        module, _, kind = leaf.rpartition(".")
+        if leaf in _WHOLE:
+            target = _WHOLE[leaf]
+        elif module in _MODULES and kind in ("weight", "bias"):
+            target = f"{_MODULES[module]}.{kind}"
+        else:
+            self._add(tensor.name, (tensor,), tensor.shape)
+            return
+        shape, undo = self._undo(leaf, module, tensor)
+        self._add(prefix + target, (tensor,), shape, undo)
+
+    def _undo(self, leaf: str, module: str, tensor: TensorFacts) -> tuple[tuple[int, ...], Undo | None]:
+        """Shape and way back of one layer tensor."""
+        facts, shape = self._facts, tensor.shape
+        if facts.family == "llama" and module in ("attn_q", "attn_k"):
+            heads = facts.num_heads if module == "attn_q" else facts.num_kv_heads
+            self._check(tensor, shape[0] == heads * facts.head_dim)
+            return shape, lambda values: _unpermute_rope(values[0], heads)
+        if module == "ffn_gate_inp_shexp":
+            return (1, shape[-1]), None
+        if facts.delta is None:
+            return shape, None
+        if self._is_offset_norm(leaf):
+            return shape, _minus_one
+        return self._undo_delta(leaf, module, tensor, facts.delta)
+
+    def _undo_delta(
+        self, leaf: str, module: str, tensor: TensorFacts, delta: DeltaFacts
+    ) -> tuple[tuple[int, ...], Undo | None]:
+        """Shape and way back of one tensor of a delta-net layer."""
+        shape, tiled = tensor.shape, self._facts.family != "qwen3_next"
+        K, R, V = delta.num_k_heads, delta.num_v_heads // delta.num_k_heads, delta.v_head_dim
+
+        def grouped(values: Tensor, width: int, first: int = 0) -> Tensor:
+            return _grouped(values, K, R, width, first) if tiled else values
+
+        if leaf == "ssm_a":
+            self._check(tensor, shape == (K * R,))
+            return shape, lambda values: grouped(torch.log(-values[0]), 1)
+        if module == "ssm_conv1d":
+            self._check(tensor, shape == (delta.conv_dim, delta.conv_kernel))
+            return (shape[0], 1, shape[1]), lambda values: grouped(values[0], V, 2 * delta.key_dim)
+        if not tiled:
+            return shape, None
+        if leaf == "ssm_dt.bias" or module in ("ssm_alpha", "ssm_beta"):
+            self._check(tensor, shape[0] == K * R)
+            return shape, lambda values: grouped(values[0], 1)
+        if module == "attn_gate":
+            self._check(tensor, shape[0] == delta.value_dim)
+            return shape, lambda values: grouped(values[0], V)
+        if module == "attn_qkv":
+            self._check(tensor, shape[0] == delta.conv_dim)
+            return shape, lambda values: grouped(values[0], V, 2 * delta.key_dim)
+        if module == "ssm_out":
+            self._check(tensor, len(shape) == 2 and shape[1] == delta.value_dim)
+            return shape, lambda values: grouped(values[0].T, V).T
+        return shape, None
+
+    def _add_qkvz(self, name: str, qkv: TensorFacts, z: TensorFacts) -> None:
+        delta = self._facts.delta
+        assert delta is not None
+        self._check(qkv, len(qkv.shape) == 2 and qkv.shape[0] == delta.conv_dim)
+        self._check(z, z.shape == (delta.value_dim, qkv.shape[1]))
+        K, H = delta.num_k_heads, qkv.shape[1]
+
+        def undo(values: Sequence[Tensor]) -> Tensor:
+            q, k, v = values[0].split([delta.key_dim, delta.key_dim, delta.value_dim])
+            return torch.cat([part.view(K, -1, H) for part in (q, k, v, values[1])], dim=1)
+
+        self._add(name, (qkv, z), (delta.conv_dim + delta.value_dim, H), undo)
+
+    def _is_offset_norm(self, name: str) -> bool:
+        return self._facts.norm_offset and name.endswith("norm.weight") and name != "ssm_norm.weight"
+
+    def _partner(
+        self, tensor: TensorFacts, used: Mapping[str, TensorFacts], name: str, *, same_shape: bool
+    ) -> TensorFacts:
+        other = used.get(name)
+        if other is None or (same_shape and other.shape != tensor.shape):
+            found = "missing" if other is None else f"of shape {list(other.shape)}"
+            raise WeightsError(
+                f"{name} is {found}, and {tensor.name} is there with the shape {list(tensor.shape)}.",
+                hint="Fetch or convert the file again.",
+                tensor=name,
+            )
+        return other
+
+    def _check(self, tensor: TensorFacts, fits: bool) -> None:
+        if not fits:
+            raise WeightsError(
+                f"{tensor.name} has the shape {list(tensor.shape)}, and the metadata ask for another.",
+                hint="Fetch or convert the file again.",
+                tensor=tensor.name,
+            )
+
+
+def _values(tensor: TensorFacts) -> Tensor:
+    """Values in the file's own shape: floats as stored, blocks as fp32."""
+    if tensor.format.block_len == 1:
+        return read_plain(tensor)
+    return dequantize(read_raw(tensor), tensor.format).view(tensor.shape)
+
+
+def _minus_one(values: Sequence[Tensor]) -> Tensor:
+    return values[0] - 1.0
+
+
+def _join_rows(values: Sequence[Tensor]) -> Tensor:
+    """[E, I, H] twice -> [E, 2I, H]."""
+    return torch.cat(list(values), dim=1)
+
+
+def _unpermute_rope(values: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from pairs (x0, y0, x1, y1, ...) back to halves (x0, x1, ..., y0, y1, ...)."""
+    return values.view(num_heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+
+
+def _grouped(values: Tensor, num_k_heads: int, ratio: int, width: int, first: int) -> Tensor:
+    """Rows from `first` on, `width` for each value head: from [ratio, key head] to [key head, ratio]."""
+    head, tail = values[:first], values[first:]
+    ordered = tail.reshape(ratio, num_k_heads, width, *tail.shape[1:]).transpose(0, 1).reshape(tail.shape)
+    return torch.cat([head, ordered])
