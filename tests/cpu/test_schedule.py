@@ -60,9 +60,10 @@ def make(
     window: int = 1_000,
     exact: bool = False,
     cached: Callable[[Request], int] = lambda _: 0,
+    chunk_len: int = CHUNK,
 ) -> tuple[Scheduler, FakeStore]:
     store = FakeStore(capacity, sequences, cached)
-    return Scheduler(sequences, CHUNK, window, store.admit, exact=exact), store
+    return Scheduler(sequences, chunk_len, window, store.admit, exact=exact), store
 
 
 def run(scheduler: Scheduler, store: FakeStore, token: Callable[[Sequence], int] = lambda _: 7) -> Step:
@@ -273,38 +274,45 @@ def test_a_forgotten_token_is_noticed():
 
 
 def test_exact_rows_follow_positions():
-    scheduler, store = make(exact=True, cached=lambda r: 8 if r.id == "b" else 0)
+    e = EXACT_ROWS
+    scheduler, store = make(exact=True, chunk_len=4 * e, cached=lambda r: 8 if r.id == "b" else 0)
     scheduler.add(request("a", 5))
-    scheduler.add(request("b", 29))
+    scheduler.add(request("b", e + 13))
     step = run(scheduler, store)
-    assert [(s.row, s.position, s.length) for s in step.spans] == [(0, 0, 5), (16 + 8, 8, 21)]
-    assert step.num_rows == 16 + 32 and step.sample_rows == (4, 44)
-    step = run(scheduler, store)  # positions 5 and 29
-    assert [s.row for s in step.spans] == [5, 16 + 13] and step.num_rows == 32
+    assert [(s.row, s.position, s.length) for s in step.spans] == [(0, 0, 5), (e + 8, 8, e + 5)]
+    assert step.num_rows == 3 * e and step.sample_rows == (4, 2 * e + 12)
+    step = run(scheduler, store)  # positions 5 and e + 13
+    assert [s.row for s in step.spans] == [5, e + 13] and step.num_rows == 2 * e
 
 
 class Machine(RuleBasedStateMachine):
     """Random requests, cancels and steps; every rule of the scheduler is checked at every step."""
 
     exact = False
+    chunk_len = CHUNK
     window = 160
     capacity = 240
 
     def __init__(self) -> None:
         super().__init__()
         self.scheduler, self.store = make(
-            3, self.capacity, self.window, self.exact, cached=lambda r: (len(r.token_ids) - 1) // 16 * PAGE
+            3,
+            self.capacity,
+            self.window,
+            self.exact,
+            cached=lambda r: (len(r.token_ids) - 1) // 16 * PAGE,
+            chunk_len=self.chunk_len,
         )
-        self.store.capacity = self.capacity
         self.count = 0
         self.replies: dict[str, int] = {}
 
     @rule(
-        prompt_len=st.integers(0, 170),
+        prompt_share=st.floats(0, 1.1),
         max_tokens=st.integers(1, 30),
-        marks=st.sets(st.integers(1, 12).map(lambda n: n * PAGE), max_size=3),
+        marks=st.sets(st.integers(1, 30).map(lambda n: n * PAGE), max_size=3),
     )
-    def add(self, prompt_len: int, max_tokens: int, marks: set[int]) -> None:
+    def add(self, prompt_share: float, max_tokens: int, marks: set[int]) -> None:
+        prompt_len = int(prompt_share * self.window)
         self.count += 1
         name = f"r{self.count}"
         asked = request(name, prompt_len, max_tokens, tuple(m for m in marks if m <= prompt_len))
@@ -368,18 +376,18 @@ class Machine(RuleBasedStateMachine):
         if reading:  # the oldest prompt is never delayed
             assert reading[0].id in spans
         chunks = [spans[s.id] for s in reading if s.id in spans]
-        assert sum(c.length for c in chunks) <= CHUNK
+        assert sum(c.length for c in chunks) <= self.chunk_len
         for chunk in chunks:
             boundaries = self.store.open[chunk.sequence.id].boundaries
             inside = range(chunk.position + 1, chunk.end)
-            assert not [p for p in inside if p % CHUNK == 0 or p in boundaries]
+            assert not [p for p in inside if p % self.chunk_len == 0 or p in boundaries]
             at_end = chunk.end == chunk.sequence.prompt_len
-            assert at_end or chunk.end % CHUNK == 0 or chunk.end in boundaries
+            assert at_end or chunk.end % self.chunk_len == 0 or chunk.end in boundaries
             assert chunk.samples == at_end
-        left = CHUNK - sum(c.length for c in chunks)
+        left = self.chunk_len - sum(c.length for c in chunks)
         for sequence in reading:  # whoever was left out did not fit into the budget
             if sequence.id not in spans:
-                assert min(round_up(sequence.position + 1, CHUNK), sequence.prompt_len) > left
+                assert min(round_up(sequence.position + 1, self.chunk_len), sequence.prompt_len) > left
         self.check_rows(step)
 
     def check_rows(self, step: Step) -> None:
@@ -422,9 +430,12 @@ class Machine(RuleBasedStateMachine):
 
 
 class ExactMachine(Machine):
-    """The same with rows padded to buckets."""
+    """The same with rows padded to buckets, and chunks of more than a bucket."""
 
     exact = True
+    chunk_len = 5 * EXACT_ROWS // 2
+    window = 8 * EXACT_ROWS
+    capacity = 12 * EXACT_ROWS
 
 
 TestDense = Machine.TestCase
