@@ -1,0 +1,125 @@
+"""What a model's weights are: bytes in the files by class, and values by class from the dimensions alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from packhorse.core.types import LayerKind
+from packhorse.facts.gguf_model import is_mtp_block
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.names import is_mtp, is_vision, text_name
+
+CLASSES = (
+    "embeddings", "lm_head", "attention", "delta_net", "router", "experts", "shared_expert", "mlp", "norms",
+    "mtp", "vision", "other",
+)  # fmt: skip
+
+# By transformers' names, and by GGUF's; the first that matches counts. Norms inside attention and the delta
+# net belong to these.
+_SAFETENSORS = (
+    (r"^model\.embed_tokens\.", "embeddings"),
+    (r"^lm_head\.", "lm_head"),
+    (r"\.self_attn\.", "attention"),
+    (r"\.linear_attn\.", "delta_net"),
+    (r"\.mlp\.shared_expert(_gate)?\.", "shared_expert"),
+    (r"\.mlp\.experts\.", "experts"),
+    (r"\.mlp\.gate\.", "router"),
+    (r"\.mlp\.", "mlp"),
+    (r"^model\.norm\.|layernorm\.", "norms"),
+)
+_GGUF = (
+    (r"^token_embd\.", "embeddings"),
+    (r"^output\.", "lm_head"),
+    (r"\.(ssm_|attn_qkv\.|attn_gate\.)", "delta_net"),
+    (r"\.attn_norm\.|\.ffn_norm\.|\.post_attention_norm\.|^output_norm\.", "norms"),
+    (r"\.attn_", "attention"),
+    (r"_shexp\.", "shared_expert"),
+    (r"_exps\.", "experts"),
+    (r"\.ffn_gate_inp\.", "router"),
+    (r"\.ffn_", "mlp"),
+)
+
+
+class ParamGroup(NamedTuple):
+    """Weights of one class that are kept in one type. fp32: whatever the compute type is."""
+
+    kind: str
+    num_values: int
+    fp32: bool = False
+
+
+def weight_classes(facts: ModelFacts) -> dict[str, int]:
+    """Bytes in the files by class, in the order of CLASSES; classes without a tensor are left out."""
+    totals = dict.fromkeys(CLASSES, 0)
+    for name, tensor in facts.tensors.items():
+        totals[_class_of(name, facts)] += tensor.num_bytes
+    return {kind: total for kind, total in totals.items() if total}
+
+
+def _class_of(name: str, facts: ModelFacts) -> str:
+    if facts.container == "gguf":
+        if is_mtp_block(name, facts.num_layers):
+            return "mtp"
+        rules, known = _GGUF, name
+    else:
+        if is_vision(name):
+            return "vision"
+        if is_mtp(name):
+            return "mtp"
+        rules, known = _SAFETENSORS, text_name(name) or ""
+    return next((kind for pattern, kind in rules if re.search(pattern, known)), "other")
+
+
+def expected_params(facts: ModelFacts) -> dict[str, int]:
+    """Values by class that the text model has, whatever the files hold; empty classes are left out."""
+    totals = dict.fromkeys(CLASSES, 0)
+    for group in param_groups(facts):
+        totals[group.kind] += group.num_values
+    return {kind: total for kind, total in totals.items() if total}
+
+
+def param_groups(facts: ModelFacts) -> Iterator[ParamGroup]:
+    """The text model's weights from its dimensions. Source: the modules of transformers' classes."""
+    H = facts.hidden_size
+    yield ParamGroup("embeddings", facts.vocab_size * H)
+    if not facts.tied:
+        yield ParamGroup("lm_head", facts.vocab_size * H)
+    yield ParamGroup("norms", (2 * facts.num_layers + 1) * H, fp32=True)
+    for kind, moe in zip(facts.layer_kinds, facts.moe_layers, strict=True):
+        yield from _attention(facts) if kind is LayerKind.FULL else _delta(facts)
+        yield from _experts(facts) if moe else [_mlp(facts)]
+
+
+def _attention(facts: ModelFacts) -> Iterator[ParamGroup]:
+    H, D = facts.hidden_size, facts.head_dim
+    q_rows = facts.num_heads * D * (2 if facts.attn_gate else 1)
+    rows = q_rows + 2 * facts.num_kv_heads * D
+    biases = rows * facts.qkv_bias + H * facts.o_bias
+    yield ParamGroup("attention", rows * H + facts.num_heads * D * H + biases)
+    if facts.qk_norm:
+        yield ParamGroup("attention", 2 * D, fp32=True)
+
+
+def _delta(facts: ModelFacts) -> Iterator[ParamGroup]:
+    delta, H = facts.delta, facts.hidden_size
+    assert delta is not None
+    in_rows = delta.conv_dim + delta.value_dim + 2 * delta.num_v_heads
+    yield ParamGroup("delta_net", in_rows * H + delta.value_dim * H)
+    small = delta.conv_dim * delta.conv_kernel + 2 * delta.num_v_heads + delta.v_head_dim
+    yield ParamGroup("delta_net", small, fp32=True)
+
+
+def _experts(facts: ModelFacts) -> Iterator[ParamGroup]:
+    moe, H = facts.moe, facts.hidden_size
+    assert moe is not None
+    yield ParamGroup("router", moe.num_experts * H, fp32=True)
+    yield ParamGroup("experts", moe.num_experts * 3 * moe.expert_dim * H)
+    if moe.shared_dim:
+        yield ParamGroup("shared_expert", 3 * moe.shared_dim * H + H)
+
+
+def _mlp(facts: ModelFacts) -> ParamGroup:
+    H, inner = facts.hidden_size, facts.intermediate_size
+    return ParamGroup("mlp", 3 * inner * H + facts.mlp_bias * (2 * inner + H))
