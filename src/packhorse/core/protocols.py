@@ -57,7 +57,8 @@ class KVView(Protocol):
 
     def segments(self, span: Span, stop: int) -> Iterator[Segment]:
         """K and V of positions 0 .. stop as stored, in order, cut at absolute multiples of the segment
-        length, so that where cuts lie depends on nothing but positions."""
+        length. In exact mode where cuts lie depends on nothing but positions; else segments are also cut
+        where pages do not follow on one another, which saves a copy."""
 
     def state(self, span: Span) -> DeltaState:
         """The recurrent state of the span's sequence in this layer, as of `span.position`."""

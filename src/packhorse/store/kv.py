@@ -18,7 +18,8 @@ from torch import Tensor
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.protocols import DeltaState, KVView, Segment
 from packhorse.core.types import Span
-from packhorse.core.units import ceil_div, round_up
+from packhorse.core.units import ceil_div
+from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
 from packhorse.quant.codec import PlainPages
 from packhorse.store.evict import LeafQueue, thinnable
 from packhorse.store.pages import PageAllocator, consecutive_runs
@@ -28,9 +29,7 @@ from packhorse.store.tier import ComputeTier, StoreGeometry
 from packhorse.store.transfer import copy_state, zero_state
 
 SEGMENT_LEN = 8192
-"""Tokens of a KV segment: attention's workspace grows with it, the number of merges falls."""
-EXACT_SEGMENT_LEN = 256
-"""The same in exact mode, where products have a fixed shape."""
+"""Tokens of a KV segment at most: attention's workspace grows with it, the number of merges falls."""
 MAX_RUNS = 8
 """Runs of consecutive pages into which a segment is cut at most; with more of them it is gathered."""
 
@@ -128,8 +127,9 @@ class KVStore:
     ) -> None:
         page_len = geometry.page_len
         if segment_len is None:
-            segment_len = round_up(EXACT_SEGMENT_LEN if exact else SEGMENT_LEN, page_len)
-        assert segment_len % page_len == 0 and snapshot_len % page_len == 0
+            segment_len = (EXACT_SEGMENT_LEN if exact else SEGMENT_LEN) // page_len * page_len
+        assert segment_len > 0 and segment_len % page_len == 0 and snapshot_len % page_len == 0
+        assert not exact or segment_len <= EXACT_SEGMENT_LEN
         self.geometry = geometry
         self.page_len = page_len
         self.snapshot_len = snapshot_len

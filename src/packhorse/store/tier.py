@@ -1,7 +1,7 @@
 """Where pages and recurrent states lie. One tier is built: the memory that the model computes in.
 
     pages    one tensor a full-attention layer   [ page 0 | page 1 | ... ]
-    states   one tensor for all linear layers    [ slot 0: conv, recurrent, conv, recurrent, ... | slot 1 ... ]
+    states   one tensor for all linear layers    [ slot 0: conv, recurrent, conv, ... | slot 1 ... ]
     pending  exact mode, active slots only       [ slot, linear layer, page_len, P ]
 
 A page id means the same place in each full-attention layer. One slot's state is one run of bytes, so that
