@@ -27,7 +27,7 @@ from packhorse.core.errors import InvalidRequestError, TokenizerError
 from packhorse.facts.model import ModelFacts
 from packhorse.text.tokenizer import Tokenizer
 
-MAX_LOOP_STEPS = 300_000
+MAX_LOOP_STEPS = 100_000
 """Rounds of all loops and calls of macros in one rendering: a chat of thousands of turns needs a tenth."""
 EXTRA_CHARS = 1_000_000
 """Characters that a rendering may hold beside four times those of its messages and tools."""
