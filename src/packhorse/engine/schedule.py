@@ -202,6 +202,10 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
+    def find(self, request_id: str) -> Sequence | None:
+        """The live request of that id, waiting or running."""
+        return self._live.get(request_id)
+
     def remove(self, request_id: str) -> Sequence | None:
         """Take a request out, finished, failed or cancelled, and return it; None where none is live.
 
