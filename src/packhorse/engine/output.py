@@ -17,13 +17,13 @@ from packhorse.core.types import FinishReason, SamplingParams, TokenLogprob
 class Detokenizer(Protocol):
     """Turns the tokens of one text into text, as they come.
 
-    The texts returned by `feed`, in order, and by one last `flush` make up the whole text; none of them is
-    ever taken back. `feed` holds back bytes that are not a whole character yet; `flush` returns what those
-    decode to, replacement characters included.
+    The texts returned by `add`, in order, and by one last `finish` make up the whole text; none of them is
+    ever taken back. `add` holds back bytes that are not a whole character yet; `finish` returns what those
+    decode to, replacement characters.
     """
 
-    def feed(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
+    def add(self, token_id: int) -> str: ...
+    def finish(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Output:
         if token_id in self._end_ids:
             text, finish = self._release()[0], FinishReason.STOP
         else:
-            text, finish = self._advance(self._detokenizer.feed(token_id))
+            text, finish = self._advance(self._detokenizer.add(token_id))
             if finish is None and self.num_tokens >= self._max_tokens:
                 rest, stopped = self._release()
                 text, finish = text + rest, stopped or FinishReason.LENGTH
@@ -84,7 +84,7 @@ class Output:
 
     def _release(self) -> tuple[str, FinishReason | None]:
         """All that is left of the text; what the detokenizer still held may complete a stop string."""
-        text, finish = self._advance(self._detokenizer.flush())
+        text, finish = self._advance(self._detokenizer.finish())
         held, self._held = self._held, ""
         return text + held, finish
 
