@@ -221,7 +221,9 @@ def write(
     """A GGUF file. raw: tensors already in blocks, uint8 [rows, bytes of a row]."""
     writer = gguf.GGUFWriter(str(path), metadata["general.architecture"])
     for key, value in metadata.items():
-        if key != "general.architecture":
+        if key == "general.alignment":
+            writer.add_custom_alignment(value)
+        elif key != "general.architecture":
             _add(writer, key, value)
     for name, value in tensors.items():
         writer.add_tensor(name, value)

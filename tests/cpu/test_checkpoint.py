@@ -299,6 +299,7 @@ def test_gguf_leaves_out_mtp_blocks_and_keeps_unknown_names(models, tmp_path):
         ("qwen3_moe", "blk.0.ffn_gate_exps.weight", None, "ffn_gate_exps.weight is missing"),
         ("qwen3_moe", "blk.0.ffn_up_exps.weight", (8, 24, 96), r"of shape \[8, 24, 96\]"),
         ("qwen3_next", "blk.0.attn_gate.weight", None, "attn_gate.weight is missing"),
+        ("qwen3_next", "blk.0.attn_qkv.weight", None, "attn_qkv.weight is missing"),
         ("qwen3_next", "blk.0.attn_gate.weight", (96, 96), "metadata ask for another"),
         ("qwen3_5", "blk.0.ssm_a", (5,), "metadata ask for another"),
         ("qwen3_5", "blk.0.ssm_conv1d.weight", (320, 3), "metadata ask for another"),

@@ -130,6 +130,7 @@ def test_saved_configs_read_the_same(family, tmp_path):
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"eos_token_id": [2, 7], "bos_token_id": None, "torch_dtype": "bfloat16"}),
         ("llama", {"rope_theta": 500000, "rope_scaling": {"type": "linear", "factor": 2}}),
+        ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
         (
             "llama",
             {
@@ -205,6 +206,10 @@ def test_nested_configs(family, tmp_path):
     assert facts.tied and facts.eos_ids == (5,) and facts.num_mtp_layers == 1
     assert any("vision" in note for note in facts.notes)
     assert facts.attn_gate and facts.norm_offset
+    # transformers would tie nothing here, and find no output head in such a file.
+    del whole["tie_word_embeddings"]
+    text["tie_word_embeddings"] = True
+    assert facts_of(tmp_path, whole).tied
 
 
 def test_real_configs(tmp_path):

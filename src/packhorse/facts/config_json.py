@@ -90,7 +90,7 @@ def config_fields(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         "rms_eps": text.number("rms_norm_eps", 1e-6, low=1e-12, high=1.0),
         "rope": rope,
         "context": context,
-        "tied": top.flag("tie_word_embeddings", False),
+        "tied": top.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
         "qkv_bias": biases or family == "qwen2",
         "o_bias": biases,
         "mlp_bias": family == "llama" and text.flag("mlp_bias", False),
@@ -287,7 +287,8 @@ def _delta(text: Fields) -> DeltaFacts:
 
 def _rope(text: Fields, family: str, head_dim: int, context: int) -> tuple[RopeFacts, int]:
     """RopeFacts and window from rope_parameters, or from rope_theta and rope_scaling."""
-    raw = text.table("rope_scaling") or text.table("rope_parameters") or Fields({}, text.file)
+    tables = (text.table("rope_scaling"), text.table("rope_parameters"))
+    raw = next((table for table in tables if table is not None and table.values), Fields({}, text.file))
     for key, value in raw.values.items():
         if isinstance(value, dict):
             raise UnsupportedModelError(

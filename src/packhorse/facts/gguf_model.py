@@ -3,6 +3,7 @@ gguf's constants; which values the converter changes: `models/gguf_source.py`, w
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from pathlib import Path
@@ -274,9 +275,9 @@ class _Reader:
         if all(value == 1.0 for value in stored):
             return "none", {}
         for index, value in enumerate(stored):
-            turns = original / (6.283185307179586 * theta ** (2 * index / rotary_dim))
+            turns = original / (2 * math.pi * theta ** (2 * index / rotary_dim))
             smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-            expected = 1 / ((1 - smooth) / factor + smooth) if factor > 0 else 0.0
+            expected = 1 / ((1 - smooth) / max(1.0, factor) + smooth)
             # NaN fails the comparison too.
             if not abs(value - expected) <= 1e-3 * expected:
                 raise UnsupportedModelError(

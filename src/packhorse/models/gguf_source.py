@@ -13,7 +13,7 @@ llama.cpp's converter renames tensors and, by family:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,8 @@ from packhorse.facts.model import DeltaFacts, ModelFacts, TensorFacts
 from packhorse.models.raw import read_plain, read_raw
 from packhorse.quant.gguf import dequantize
 
-Undo = Callable[[Sequence[Tensor]], Tensor]
+Undo = Callable[[Iterator[Tensor]], Tensor]
+"""Takes the values of an entry's sources one after the other, fp32."""
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -113,10 +114,11 @@ class GgufSource:
         """The tensor as transformers has it, in memory of its own. Raises CorruptFileError where bytes are
         missing."""
         entry = self._entries[name]
-        values = [_values(tensor) for tensor in entry.sources]
         if entry.undo is None:
-            return values[0].view(entry.shape)
-        return entry.undo([value.float() for value in values]).reshape(entry.shape).contiguous()
+            return _values(entry.sources[0]).view(entry.shape)
+        # A generator, so that the sources of a large tensor need not be in memory together.
+        values = (_values(tensor).float() for tensor in entry.sources)
+        return entry.undo(values).reshape(entry.shape).contiguous()
 
     def _add(
         self, name: str, sources: tuple[TensorFacts, ...], shape: tuple[int, ...], undo: Undo | None = None
@@ -150,6 +152,8 @@ class GgufSource:
             if leaf == "attn_qkv.weight":
                 z = self._partner(tensor, used, block + "attn_gate.weight", same_shape=False)
                 self._add_qkvz(f"{prefix}linear_attn.in_proj_qkvz.weight", tensor, z)
+            else:
+                self._partner(tensor, used, block + "attn_qkv.weight", same_shape=False)
             return
         module, _, kind = leaf.rpartition(".")
         if leaf in _WHOLE:
@@ -168,7 +172,7 @@ class GgufSource:
         if facts.family == "llama" and module in ("attn_q", "attn_k"):
             heads = facts.num_heads if module == "attn_q" else facts.num_kv_heads
             self._check(tensor, shape[0] == heads * facts.head_dim)
-            return shape, lambda values: _unpermute_rope(values[0], heads)
+            return shape, lambda values: _unpermute_rope(next(values), heads)
         if module == "ffn_gate_inp_shexp":
             return (1, shape[-1]), None
         if facts.delta is None:
@@ -189,24 +193,24 @@ class GgufSource:
 
         if leaf == "ssm_a":
             self._check(tensor, shape == (K * R,))
-            return shape, lambda values: grouped(torch.log(-values[0]), 1)
+            return shape, lambda values: grouped(torch.log(-next(values)), 1)
         if module == "ssm_conv1d":
             self._check(tensor, shape == (delta.conv_dim, delta.conv_kernel))
-            return (shape[0], 1, shape[1]), lambda values: grouped(values[0], V, 2 * delta.key_dim)
+            return (shape[0], 1, shape[1]), lambda values: grouped(next(values), V, 2 * delta.key_dim)
         if not tiled:
             return shape, None
         if leaf == "ssm_dt.bias" or module in ("ssm_alpha", "ssm_beta"):
             self._check(tensor, shape[0] == K * R)
-            return shape, lambda values: grouped(values[0], 1)
+            return shape, lambda values: grouped(next(values), 1)
         if module == "attn_gate":
             self._check(tensor, shape[0] == delta.value_dim)
-            return shape, lambda values: grouped(values[0], V)
+            return shape, lambda values: grouped(next(values), V)
         if module == "attn_qkv":
             self._check(tensor, shape[0] == delta.conv_dim)
-            return shape, lambda values: grouped(values[0], V, 2 * delta.key_dim)
+            return shape, lambda values: grouped(next(values), V, 2 * delta.key_dim)
         if module == "ssm_out":
             self._check(tensor, len(shape) == 2 and shape[1] == delta.value_dim)
-            return shape, lambda values: grouped(values[0].T, V).T
+            return shape, lambda values: grouped(next(values).T, V).T
         return shape, None
 
     def _add_qkvz(self, name: str, qkv: TensorFacts, z: TensorFacts) -> None:
@@ -216,9 +220,9 @@ class GgufSource:
         self._check(z, z.shape == (delta.value_dim, qkv.shape[1]))
         K, H = delta.num_k_heads, qkv.shape[1]
 
-        def undo(values: Sequence[Tensor]) -> Tensor:
-            q, k, v = values[0].split([delta.key_dim, delta.key_dim, delta.value_dim])
-            return torch.cat([part.view(K, -1, H) for part in (q, k, v, values[1])], dim=1)
+        def undo(values: Iterator[Tensor]) -> Tensor:
+            parts = next(values).split([delta.key_dim, delta.key_dim, delta.value_dim])
+            return torch.cat([part.view(K, -1, H) for part in (*parts, next(values))], dim=1)
 
         self._add(name, (qkv, z), (delta.conv_dim + delta.value_dim, H), undo)
 
@@ -254,13 +258,19 @@ def _values(tensor: TensorFacts) -> Tensor:
     return dequantize(read_raw(tensor), tensor.format).view(tensor.shape)
 
 
-def _minus_one(values: Sequence[Tensor]) -> Tensor:
-    return values[0] - 1.0
+def _minus_one(values: Iterator[Tensor]) -> Tensor:
+    return next(values) - 1.0
 
 
-def _join_rows(values: Sequence[Tensor]) -> Tensor:
+def _join_rows(values: Iterator[Tensor]) -> Tensor:
     """[E, I, H] twice -> [E, 2I, H]."""
-    return torch.cat(list(values), dim=1)
+    first = next(values)
+    rows = first.shape[1]
+    joined = torch.empty(first.shape[0], 2 * rows, first.shape[2])
+    joined[:, :rows] = first
+    del first
+    joined[:, rows:] = next(values)
+    return joined
 
 
 def _unpermute_rope(values: Tensor, num_heads: int) -> Tensor:
