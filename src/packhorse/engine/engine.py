@@ -1,0 +1,144 @@
+"""Requests in, events out: the engine joins scheduler, store, model and sampler, and owns none of their work.
+
+add -> schedule -> views -> run -> sample -> complete -> events
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from packhorse.core.errors import CancelledRequestError, PackhorseError
+from packhorse.core.types import Event, FinishReason, Request
+from packhorse.engine.output import Detokenizer, Output, Piece
+from packhorse.engine.runner import Runner
+from packhorse.engine.sample import Sampled, Sampler, sample
+from packhorse.engine.schedule import Scheduler, Step, Work
+from packhorse.engine.schedule import Sequence as LiveSequence
+from packhorse.store.kv import KVStore, StoredSequence
+
+
+class Engine:
+    """Serves requests over one model. Not thread-safe: one thread calls it.
+
+    window: tokens one request may hold. detokenizer: makes a fresh one for each request. eos_ids: end every
+    answer, unless the request says otherwise.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: KVStore,
+        *,
+        sequences: int,
+        chunk_len: int,
+        window: int,
+        eos_ids: tuple[int, ...],
+        detokenizer: Callable[[], Detokenizer],
+    ) -> None:
+        self.runner = runner
+        self.store = store
+        self.window = min(window, store.capacity)
+        self.scheduler = Scheduler(sequences, chunk_len, self.window, self._open, exact=runner.model.exact)
+        self._eos_ids = eos_ids
+        self._detokenizer = detokenizer
+        self._samplers: dict[str, Sampler] = {}
+        self._outputs: dict[str, Output] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request; `step` answers it.
+
+        Raises InvalidRequestError and PromptTooLongError (Scheduler.add): then nothing was queued.
+        """
+        vocab = self.runner.model.facts.vocab_size
+        bad = next((t for t in request.token_ids if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise PackhorseError(
+                f"Token id {bad} is not in the model's vocabulary of {vocab:,}.",
+                hint="Tokenize with the model's own tokenizer.",
+            )
+        self.scheduler.add(request)
+        self._samplers[request.id] = Sampler(request)
+        self._outputs[request.id] = Output(request.sampling, self._eos_ids, self._detokenizer())
+
+    def step(self) -> list[Event]:
+        """Compute the next tokens of whoever is running, and say what came of it.
+
+        Every live request gets exactly one event with a `finish` in its life. An error of one request ends
+        that request; an error of the step itself is raised.
+        """
+        step = self.scheduler.schedule()
+        logits = self._compute(step)
+        tokens = sample(logits, [self._samplers[s.id] for s in step.sampled])
+        self._complete(step)
+        return self._report(step, tokens)
+
+    def cancel(self, request_id: str) -> Event | None:
+        """End a request now: its pages are free when this returns. None where it is not live."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is None:
+            return None
+        error = CancelledRequestError(f"Request {request_id!r} was cancelled.", request_id=request_id)
+        return self._end(sequence, self._outputs[request_id].end(FinishReason.CANCELLED), error)
+
+    def _open(self, request: Request) -> StoredSequence | None:
+        max_len = len(request.token_ids) + request.sampling.max_tokens
+        return self.store.open(request.token_ids, max_len, request.marks)
+
+    def _compute(self, step: Step) -> Tensor:
+        return self.runner.run(step, self.store.views(self.runner.spans(step)))
+
+    def _complete(self, step: Step) -> None:
+        self.store.complete(step.spans, {span.slot: span.token_ids for span in step.spans})
+
+    def _report(self, step: Step, tokens: Sequence[Sampled | PackhorseError]) -> list[Event]:
+        events = [self._fail(sequence, error) for sequence, error in step.refused]
+        drawn = iter(tokens)
+        for work in step.spans:
+            events.append(
+                self._report_token(work, next(drawn)) if work.samples else self._event(work.sequence)
+            )
+        return events
+
+    def _report_token(self, work: Work, token: Sampled | PackhorseError) -> Event:
+        sequence = work.sequence
+        if isinstance(token, PackhorseError):
+            return self._fail(sequence, token)
+        sequence.generated.append(token.token_id)
+        piece = self._outputs[sequence.id].feed(token.token_id, token.logprob)
+        return self._event(sequence, piece) if piece.finish is None else self._end(sequence, piece)
+
+    def _fail(self, sequence: LiveSequence, error: PackhorseError) -> Event:
+        return self._end(sequence, self._outputs[sequence.id].end(FinishReason.ERROR), error)
+
+    def _end(self, sequence: LiveSequence, piece: Piece, error: PackhorseError | None = None) -> Event:
+        """Free all that the request holds, and make its last event."""
+        event = self._event(sequence, piece, error)
+        handle = sequence.handle
+        self.scheduler.remove(sequence.id)
+        if isinstance(handle, StoredSequence):
+            # After a failed step nothing it wrote is worth keeping.
+            self.store.close(handle, keep=piece.finish is not FinishReason.ERROR)
+        del self._samplers[sequence.id], self._outputs[sequence.id]
+        return event
+
+    def _event(
+        self, sequence: LiveSequence, piece: Piece | None = None, error: PackhorseError | None = None
+    ) -> Event:
+        piece = piece or Piece()
+        return Event(
+            request_id=sequence.id,
+            usage=sequence.usage,
+            token_ids=piece.token_ids,
+            text=piece.text,
+            logprobs=piece.logprobs,
+            read_len=sequence.read_len,
+            finish=piece.finish,
+            error=error,
+        )

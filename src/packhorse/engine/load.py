@@ -1,0 +1,123 @@
+"""From a model's facts to an engine ready for requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import UsageError
+from packhorse.core.units import format_bytes
+from packhorse.engine.engine import Engine
+from packhorse.engine.output import Detokenizer
+from packhorse.engine.runner import Runner
+from packhorse.engine.size import Sizes, size_engine
+from packhorse.facts.hardware import HardwareFacts, probe
+from packhorse.facts.model import ModelFacts
+from packhorse.models.checkpoint import open_checkpoint
+from packhorse.models.loader import load_model
+from packhorse.store.kv import KVStore
+from packhorse.store.tier import StoreGeometry
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine and what was decided while it was made. notes: for people, to be printed at start."""
+
+    engine: Engine
+    sizes: Sizes
+    notes: tuple[str, ...]
+
+
+def load_engine(
+    facts: ModelFacts,
+    config: EngineConfig,
+    detokenizer: Callable[[], Detokenizer],
+    progress: Callable[[int, int], None] | None = None,
+) -> Loaded:
+    """Size the pools, load the weights, make the engine. progress(done, total) counts tensors.
+
+    Raises UsageError for a device or type this machine lacks, DoesNotFitError before anything is loaded,
+    and WeightsError or CorruptFileError from the checkpoint.
+    """
+    hardware = probe()
+    check_device(config)
+    set_threads(config, hardware)
+    dtype, why = choose_dtype(config, hardware)
+    sizes = size_engine(facts, config, dtype, available_bytes(config, hardware))
+    model = load_model(
+        facts,
+        open_checkpoint(facts),
+        dtype=DTYPES[dtype],
+        device=config.device,
+        exact=config.exact,
+        progress=progress,
+    )
+    store = KVStore(
+        StoreGeometry.of(facts, DTYPES[dtype], config.page_len),
+        num_pages=sizes.num_pages,
+        sequences=config.sequences,
+        snapshots=config.snapshots,
+        snapshot_len=config.snapshot_len,
+        exact=config.exact,
+        device=config.device,
+    )
+    engine = Engine(
+        Runner(model),
+        store,
+        sequences=config.sequences,
+        chunk_len=config.chunk_len,
+        window=sizes.context,
+        eos_ids=facts.eos_ids,
+        detokenizer=detokenizer,
+    )
+    planned = f"planned {format_bytes(sizes.total_bytes)}: weights {format_bytes(sizes.weight_bytes)}, KV "
+    planned += f"{format_bytes(sizes.kv_bytes)} for {store.capacity:,} tokens"
+    return Loaded(engine, sizes, (*facts.notes, why, *sizes.notes, planned))
+
+
+def check_device(config: EngineConfig) -> None:
+    """Raises UsageError where the device that was asked for is not there: there is no silent fallback."""
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise UsageError(
+            f"The device {config.device} was asked for, and torch {torch.__version__} sees no CUDA card.",
+            hint="Install a CUDA build of torch and the driver, or use --device cpu.",
+        )
+
+
+def set_threads(config: EngineConfig, hardware: HardwareFacts) -> None:
+    """Set torch's CPU threads for the whole process; asking for more than there are cores is refused."""
+    threads = config.threads or hardware.num_physical_cores
+    if threads > hardware.num_cores:
+        raise UsageError(
+            f"{threads} threads were asked for, and this process may use {hardware.num_cores} processors.",
+            hint=f"Give --threads at most {hardware.num_cores}: more of them wait for each other.",
+        )
+    torch.set_num_threads(threads)
+
+
+def choose_dtype(config: EngineConfig, hardware: HardwareFacts) -> tuple[str, str]:
+    """The compute type and why."""
+    if config.exact:
+        return "fp32", "computes in fp32, exact mode"
+    if config.dtype != "auto":
+        return config.dtype, f"computes in {config.dtype} on {config.device}"
+    if config.device != "cpu":
+        native = torch.cuda.get_device_capability(config.device)[0] >= 8
+    else:
+        native = hardware.has_native_bf16
+    if native:
+        return "bf16", f"computes in bf16 on {config.device}"
+    dtype = "fp32" if config.device == "cpu" else "fp16"
+    return dtype, f"computes in {dtype} on {config.device}, which has no bf16 products"
+
+
+def available_bytes(config: EngineConfig, hardware: HardwareFacts) -> int:
+    """Memory of the device that an engine may take now."""
+    if config.device == "cpu":
+        return hardware.ram_available
+    return torch.cuda.mem_get_info(config.device)[0]

@@ -1,0 +1,100 @@
+"""Runs a model over the tokens of one step. The loop over the layers lives here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packhorse.core.protocols import DeltaState, KVView, Segment, WeightSource
+from packhorse.core.types import EXACT_ROWS, Span
+from packhorse.engine.schedule import Step
+from packhorse.models.model import Model
+
+
+class Runner:
+    """Token-major schedule: all layers over a step's rows, then the next step."""
+
+    def __init__(self, model: Model, weights: WeightSource | None = None) -> None:
+        self.model = model
+        self.weights = model.weights if weights is None else weights
+
+    def spans(self, step: Step) -> Sequence[Span]:
+        """The spans whose views `run` needs: the step's, in exact mode cut into buckets."""
+        if not self.model.exact:
+            return step.spans
+        return [part for span in step.spans for part in buckets(span)]
+
+    @torch.inference_mode()
+    def run(self, step: Step, views: Sequence[KVView]) -> Tensor:
+        """Logits [len(step.sample_rows), V] fp32. views: by layer, of `spans(step)`.
+
+        Reads and writes KV and states through the views; the store completes them afterwards.
+        """
+        ids, positions = self._inputs(step)
+        if self.model.exact:
+            return self._run_buckets(step, views, ids, positions)
+        x = self._layers(self.model.embed(ids), positions, views)
+        return self.model.head(x[list(step.sample_rows)])
+
+    def _inputs(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [num_rows]; padding rows hold token 0 at position 0."""
+        ids = torch.zeros(step.num_rows, dtype=torch.int64)
+        positions = torch.zeros(step.num_rows, dtype=torch.int64)
+        for span in step.spans:
+            rows = slice(span.row, span.row + span.length)
+            ids[rows] = torch.tensor(span.token_ids)
+            positions[rows] = torch.arange(span.position, span.end)
+        return ids.to(self.model.device), positions.to(self.model.device)
+
+    def _layers(self, x: Tensor, positions: Tensor, views: Sequence[KVView]) -> Tensor:
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, positions, views[index], self.weights.layer(index))
+        return x
+
+    def _run_buckets(self, step: Step, views: Sequence[KVView], ids: Tensor, positions: Tensor) -> Tensor:
+        """Exact mode: each bucket of rows is a pass of its own, in row order."""
+        wanted = set(step.sample_rows)
+        logits = []
+        for part in self.spans(step):
+            first = part.row - part.row % EXACT_ROWS
+            rows = slice(first, first + EXACT_ROWS)
+            local = Span(part.slot, part.row - first, part.position, part.length)
+            bucket_views = [BucketView(view, part, (local,)) for view in views]
+            x = self._layers(self.model.embed(ids[rows]), positions[rows], bucket_views)
+            last = part.row + part.length - 1
+            if last in wanted:
+                logits.append(self.model.head(x)[last - first])
+        return torch.stack(logits) if logits else torch.empty(0, self.model.facts.vocab_size)
+
+
+def buckets(span: Span) -> Iterator[Span]:
+    """A span cut at absolute multiples of EXACT_ROWS."""
+    position = span.position
+    while position < span.end:
+        end = min(span.end, position - position % EXACT_ROWS + EXACT_ROWS)
+        yield Span(span.slot, span.row + position - span.position, position, end - position)
+        position = end
+
+
+@dataclass(frozen=True)
+class BucketView:
+    """One bucket of a step as a step of its own: `span` is its place in the step, `spans` its place here."""
+
+    view: KVView
+    span: Span
+    spans: tuple[Span, ...]
+
+    def write(self, span: Span, k: Tensor, v: Tensor) -> None:
+        """See KVView."""
+        self.view.write(self.span, k, v)
+
+    def segments(self, span: Span, stop: int) -> Iterator[Segment]:
+        """See KVView."""
+        return self.view.segments(self.span, stop)
+
+    def state(self, span: Span) -> DeltaState:
+        """See KVView."""
+        return self.view.state(self.span)

@@ -1,0 +1,136 @@
+"""How large the pools are: settings, model and machine in, byte counts out. Pure Python.
+
+    memory of the device | weights | KV pages | states | working space | left alone |
+
+All is decided before a byte of weights is read; what does not fit is refused with both numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import DoesNotFitError
+from packhorse.core.types import EXACT_ROWS
+from packhorse.core.units import MIB, ceil_div, format_bytes
+from packhorse.facts.model import ModelFacts
+from packhorse.plan import account
+
+LEFT_ALONE = 512 * MIB
+"""Memory not planned: the interpreter, libraries, allocator slack."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the engine allocates. context: tokens one request may hold. notes: what was decided that a person
+    may not expect."""
+
+    dtype: str
+    context: int
+    num_pages: int
+    weight_bytes: int
+    page_bytes: int
+    state_bytes: int
+    workspace_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kv_bytes(self) -> int:
+        """All pages, over all layers."""
+        return self.num_pages * self.page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything planned."""
+        return self.weight_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes
+
+
+def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_bytes: int) -> Sizes:
+    """The pools of an engine that may take `available_bytes` of its device's memory.
+
+    A context or KV pool that was asked for is given or refused; one that was not asked for is cut to what
+    fits, and `notes` says so.
+
+    Raises DoesNotFitError with both numbers.
+    """
+    window = facts.context
+    if config.context is not None and config.context > window:
+        raise DoesNotFitError(
+            f"A context of {config.context:,} tokens was asked for, and the model's window is {window:,}.",
+            asked=config.context,
+            available=window,
+            unit="tokens",
+            hint="Ask for less, or set YaRN in the model's config.json as its card describes.",
+        )
+    page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, dtype, config.page_len)
+    fixed = Sizes(
+        dtype=dtype,
+        context=config.context or window,
+        num_pages=0,
+        weight_bytes=account.weight_bytes(facts, dtype),
+        page_bytes=page_bytes,
+        state_bytes=_state_bytes(facts, config, dtype),
+        workspace_bytes=_workspace_bytes(facts, config),
+    )
+    room = available_bytes - LEFT_ALONE - fixed.total_bytes
+    if room < page_bytes:
+        raise DoesNotFitError(
+            f"{facts.name} in {dtype} needs {format_bytes(fixed.total_bytes + LEFT_ALONE + page_bytes)} "
+            f"before the first page of context, and {format_bytes(available_bytes)} is available.",
+            asked=fixed.total_bytes + LEFT_ALONE + page_bytes,
+            available=available_bytes,
+            unit="bytes",
+            hint="Use a smaller model, --dtype bf16, fewer --snapshots, or free memory.",
+        )
+    return _with_pages(facts, config, fixed, room)
+
+
+def _with_pages(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int) -> Sizes:
+    page_len, page_bytes = config.page_len, fixed.page_bytes
+    fit = room // page_bytes if page_bytes else 2**31
+    one = ceil_div(fixed.context, page_len)
+    asked = config.kv_tokens or (fixed.context if config.context else 0)
+    if ceil_div(asked, page_len) > fit:
+        raise DoesNotFitError(
+            f"{asked:,} tokens of context need {format_bytes(ceil_div(asked, page_len) * page_bytes)} of KV, "
+            f"and {format_bytes(room)} is left beside the weights.",
+            asked=ceil_div(asked, page_len) * page_bytes,
+            available=room,
+            unit="bytes",
+            hint=f"At most {fit * page_len:,} tokens fit: lower --context.",
+        )
+    notes: tuple[str, ...] = ()
+    if config.kv_tokens is not None:
+        num_pages = ceil_div(config.kv_tokens, page_len)
+    else:
+        num_pages = min(fit, config.sequences * one)
+    context = min(fixed.context, num_pages * page_len)
+    if context < fixed.context:
+        notes = (
+            f"the window is {context:,} of the model's {fixed.context:,} tokens: {format_bytes(room)} is "
+            "left for KV",
+        )
+    return Sizes(**{**vars(fixed), "num_pages": num_pages, "context": context, "notes": notes})
+
+
+def _state_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
+    """Recurrent states: active and rolling of each sequence, snapshots, and exact mode's pending rows."""
+    if facts.delta is None:
+        return 0
+    states = 2 * config.sequences + config.snapshots
+    pending = 0
+    if config.exact:
+        values = facts.delta.conv_dim + 2 * facts.delta.num_v_heads
+        pending = 4 * config.sequences * facts.num_linear_layers * config.page_len * values
+    return states * account.snapshot_bytes(facts, dtype) + pending
+
+
+def _workspace_bytes(facts: ModelFacts, config: EngineConfig) -> int:
+    """The widest activations of a step in fp32: a few of them live at once in a layer, and the logits."""
+    rows = max(EXACT_ROWS, config.chunk_len + config.sequences)
+    widths = [2 * facts.intermediate_size, 3 * facts.num_heads * facts.head_dim, 4 * facts.hidden_size]
+    if facts.moe is not None:
+        widths.append(facts.moe.top_k * (facts.hidden_size + 2 * facts.moe.expert_dim))
+    if facts.delta is not None:
+        widths.append(4 * facts.delta.conv_dim + 2 * facts.delta.value_dim)
+    return 4 * rows * 2 * max(widths) + 3 * 4 * config.sequences * facts.vocab_size
