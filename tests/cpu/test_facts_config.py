@@ -289,6 +289,7 @@ def test_unsupported_is_refused_by_name(config, match, tmp_path):
         ("llama", "quantization_config", "gptq"),
         ("qwen3_moe", "num_experts_per_tok", 129),
         ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_5_moe", "num_experts", 0),
         ("qwen3_moe", "mlp_only_layers", ["0"]),
         ("qwen3_moe", "num_local_experts", 64),
         ("qwen3_5", "linear_num_value_heads", 33),

@@ -244,7 +244,9 @@ def _experts(text: Fields, family: str, num_layers: int) -> tuple[MoeFacts | Non
     num_experts = next(iter(counts), None)
     num_experts = base["experts"] if num_experts is None else num_experts
     if family == "qwen3_5_moe":
-        layers = (num_experts > 0,) * num_layers
+        if num_experts == 0:
+            raise text.wrong("num_experts", 0, "at least 1")
+        layers = (True,) * num_layers
     else:
         step = text.integer("decoder_sparse_step", 1)
         dense = text.items("mlp_only_layers") or []
