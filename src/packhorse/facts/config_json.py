@@ -196,7 +196,8 @@ def _heads(text: Fields, family: str) -> dict[str, int]:
 
 def _layer_kinds(text: Fields, family: str, num_layers: int) -> tuple[LayerKind, ...]:
     given = text.items("layer_types")
-    if family not in HYBRID:
+    # qwen3_moe has no layer_types of its own: there a window holds for all layers.
+    if family == "qwen3_moe" or (family in ("qwen2", "qwen3") and given is None):
         _refuse_sliding_window(text, family, num_layers)
     if given is None:
         interval = text.integer("full_attention_interval", 4) if family in HYBRID else 1
@@ -219,9 +220,9 @@ def _layer_kinds(text: Fields, family: str, num_layers: int) -> tuple[LayerKind,
 
 
 def _refuse_sliding_window(text: Fields, family: str, num_layers: int) -> None:
-    """A window that some layer would use. Llama's configuration has none, so it is ignored there."""
-    window = text.maybe_integer("sliding_window", low=0)
-    if family == "llama" or not window or not text.flag("use_sliding_window", False):
+    """Refuses a window that some layer would use; it is 4,096 where absent, and none where null."""
+    window = text.maybe_integer("sliding_window") if "sliding_window" in text.values else 4096
+    if window is None or not text.flag("use_sliding_window", False):
         return
     first = text.integer("max_window_layers", 28, low=0) if family != "qwen3_moe" else 0
     if first < num_layers:
