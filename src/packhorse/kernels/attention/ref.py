@@ -14,7 +14,7 @@ from torch import Tensor
 from packhorse.core.protocols import Segment
 
 EXACT_SEGMENT_LEN = 256
-"""Keys exact mode multiplies at once; shorter segments are filled up with zeros."""
+"""Keys exact mode multiplies at once: no segment is longer, and shorter ones are filled up with zeros."""
 
 
 class Merger:
