@@ -1,0 +1,143 @@
+"""Every prompt length: chunked, paged and reused equals one-shot, to the bit in exact mode.
+
+Other engines fail at single lengths in a hundred: so every length from 1 to 260, and every length within 2 of
+a multiple of the page, chunk and snapshot sizes up to 4,200, on a hybrid and on a dense model.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+import oracle
+from engines import ask, make_engine, tiny_model
+from packhorse.core.types import EXACT_ROWS, Span
+from packhorse.engine.runner import buckets
+from packhorse.models.model import Model
+from packhorse.store.kv import KVStore
+from packhorse.store.tier import StoreGeometry
+
+PAGE, CHUNK, SNAPSHOT, LONGEST = 64, 512, 1024, 4200
+SHORT = range(1, 261)
+FAMILIES = ["qwen3_5_moe", "qwen3"]
+MODES = [(f, exact) for f in FAMILIES for exact in (True, False)]
+# Plain mode promises a bound: sums are taken in another order.
+PLAIN_BOUND = 2e-5
+
+
+def near_multiples(size: int) -> list[int]:
+    return [
+        n
+        for multiple in range(size, LONGEST + 1, size)
+        for n in range(multiple - 2, multiple + 3)
+        if n <= LONGEST
+    ]
+
+
+def check(got: torch.Tensor, want: torch.Tensor, exact: bool, note: str) -> None:
+    if exact:
+        assert torch.equal(got, want), f"{note}: bits differ"
+    else:
+        error = float((got - want).abs().max() / want.abs().max())
+        assert error < PLAIN_BOUND, f"{note}: relative error {error:.1e}"
+
+
+def engine_of(model: Model, chunk_len: int = CHUNK):
+    # A rare grid for exact mode's sake: snapshots of prompt ends come on top of it.
+    return make_engine(
+        model, page_len=PAGE, chunk_len=chunk_len, snapshot_len=SNAPSHOT, num_pages=90, snapshots=24
+    )
+
+
+def last_logits(engine, ids: list[int]) -> tuple[torch.Tensor, int]:
+    """Logits of the prompt's last token, and how many tokens were reused."""
+    _, event = ask(engine, ids)
+    return engine.runner.logits["r", len(ids) - 1], event.usage.cached_len
+
+
+@torch.inference_mode()
+def one_pass(model: Model, ids: list[int]) -> torch.Tensor:
+    """Logits [T, V] of all positions from one pass over a fresh store, without scheduler or engine."""
+    store = KVStore(
+        StoreGeometry.of(model.facts, model.dtype, PAGE),
+        num_pages=len(ids) // PAGE + 2,
+        sequences=1,
+        snapshots=0,
+        snapshot_len=LONGEST // PAGE * PAGE * 2,
+        exact=model.exact,
+        poison=True,
+    )
+    handle = store.open(ids, len(ids) + 1)
+    whole = Span(handle.slot, 0, 0, len(ids))
+    logits = []
+    for span in buckets(whole) if model.exact else [whole]:
+        rows = EXACT_ROWS if model.exact else len(ids)
+        tokens = torch.zeros(rows, dtype=torch.int64)
+        tokens[: span.length] = torch.tensor(ids[span.position : span.end])
+        views = store.views([Span(span.slot, 0, span.position, span.length)])
+        x = model.embed(tokens)
+        positions = torch.arange(span.position, span.position + rows)
+        for layer, view, weights in zip(
+            model.layers, views, map(model.weights.layer, range(len(views))), strict=True
+        ):
+            x = layer(x, positions, view, weights)
+        logits.append(model.head(x)[: span.length])
+        if model.exact:
+            store.complete([span], {span.slot: ids[span.position : span.end]})
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(("family", "exact"), MODES)
+def test_every_short_length(family, exact):
+    """One-shot, in small chunks, and reused from all that came before: each length on its own."""
+    model = tiny_model(family, exact)
+    ids = oracle.random_ids(SHORT.stop)
+    want = one_pass(model, ids)
+    reuse = engine_of(model)
+    for n in SHORT:
+        one_shot, cached = last_logits(engine_of(model), ids[:n])
+        assert cached == 0
+        check(one_shot, want[n - 1], exact, f"one-shot {n}")
+        chunked, cached = last_logits(engine_of(model, chunk_len=PAGE), ids[:n])
+        assert cached == 0
+        check(chunked, want[n - 1], exact, f"chunked {n}")
+        reused, cached = last_logits(reuse, ids[:n])
+        assert cached == (n - 1) // PAGE * PAGE
+        check(reused, want[n - 1], exact, f"reused {n}")
+
+
+def sweep_fresh(family: str, exact: bool, lengths: Iterable[int]) -> None:
+    model = tiny_model(family, exact)
+    ids = oracle.random_ids(LONGEST)
+    want = one_pass(model, ids)
+    for n in lengths:
+        logits, cached = last_logits(engine_of(model), ids[:n])
+        assert cached == 0
+        check(logits, want[n - 1], exact, f"chunked {n}")
+
+
+@pytest.mark.parametrize(("family", "exact"), MODES)
+def test_reused_around_every_page(family, exact):
+    """Lengths ascending on one engine, each going on from the pages and snapshots of those before."""
+    model = tiny_model(family, exact)
+    ids = oracle.random_ids(LONGEST)
+    want = one_pass(model, ids)
+    engine = engine_of(model)
+    reused_tokens = 0
+    for n in near_multiples(PAGE):
+        logits, cached = last_logits(engine, ids[:n])
+        check(logits, want[n - 1], exact, f"reused {n} from {cached}")
+        reused_tokens += cached
+        assert cached >= n - 2 * PAGE - 2
+    assert reused_tokens > 0
+
+
+@pytest.mark.parametrize(("family", "exact"), MODES)
+def test_fresh_around_chunks_and_snapshots(family, exact):
+    sweep_fresh(family, exact, sorted({*near_multiples(SNAPSHOT), CHUNK - 1, CHUNK, CHUNK + 1, LONGEST}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "exact"), MODES)
+def test_fresh_around_every_page(family, exact):
+    sweep_fresh(family, exact, near_multiples(PAGE))
