@@ -210,6 +210,40 @@ def test_copies_made_at_the_same_time_become_one_when_their_fork_is_seen(still_o
     model.check_all_free(store)
 
 
+def test_an_old_turn_end_goes_before_a_document_end():
+    store = model.make_store(hybrid=True, snapshots=2)
+    model.run(store, DOC + text(9, seed=2), marks=[len(DOC)])
+    assert stops(store) == [16, 24]
+    model.run(store, text(9, seed=3))
+    assert stops(store) == [8, 16] and store.match(DOC).length == 16
+
+
+def test_the_first_of_many_marks_goes_where_nothing_else_can():
+    store = model.make_store(hybrid=True, snapshots=2)
+    sequence = store.open(DOC, 18, marks=[4, 8, 12])
+    model.prefill(store, sequence)
+    assert stops(store) == [12, 16] and store.stats.thinned_entries == 2
+    assert store.stats.skipped_snapshots == 0
+    model.check(store)
+
+
+def run_with_grid(store: KVStore, seed: int) -> None:
+    """Grid entries at 4 and 8, the prompt's end at 12."""
+    model.run(store, text(13, seed=seed))
+
+
+def test_an_open_sequence_thins_old_chains_before_its_own():
+    store = model.make_store(hybrid=True, num_pages=40, snapshots=6, snapshot_len=PAGE)
+    run_with_grid(store, seed=1)
+    run_with_grid(store, seed=2)
+    again = store.open(text(13, seed=1) + text(8, seed=3), 21)
+    model.prefill(store, again)
+    assert store.match(text(13, seed=2)).fork is None
+    assert sorted(e.stop for e in store._tree.chain(again.tip)) == [4, 8, 12, 16, 20]
+    assert [e.stop for e in store.match(text(13, seed=2)).entries] == [12]
+    model.check(store)
+
+
 # Room
 
 
@@ -261,6 +295,31 @@ def test_the_least_recently_used_goes_first(hybrid):
     assert model.run(store, a) == 16
     model.run(store, c)
     assert store.match(a).length == 16 and store.match(b).length == (0 if hybrid else 12)
+
+
+@BOTH
+def test_use_ends_when_a_sequence_closes(hybrid):
+    store = model.make_store(hybrid=hybrid, num_pages=12)
+    first, second = store.open(text(17, seed=1), 17), store.open(text(17, seed=2), 17)
+    for sequence in (first, second):
+        model.prefill(store, sequence)
+    store.close(second)
+    store.close(first)
+    model.run(store, text(17, seed=3))
+    assert store.match(text(17, seed=1)).length == 16
+    assert store.match(text(17, seed=2)).length == (0 if hybrid else 12)
+
+
+@BOTH
+def test_a_prefix_cannot_be_reused_and_evicted_at_once(hybrid):
+    store = model.make_store(hybrid=hybrid, num_pages=8)
+    model.run(store, text(17))
+    other = store.open([1], 2 * PAGE)
+    before = store.stats
+    assert store.open(text(17) + [1], 8 * PAGE) is None
+    assert store.stats == before
+    store.close(other)
+    assert store.open(text(17) + [1], 8 * PAGE).cached_len == 16
 
 
 @BOTH
