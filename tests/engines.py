@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 import oracle
-from packhorse.core.types import Event, Request, SamplingParams
+from packhorse.core.types import EXACT_ROWS, PAGE_LEN, Event, Request, SamplingParams, Span
 from packhorse.engine.engine import Engine
-from packhorse.engine.runner import Runner
+from packhorse.engine.runner import Runner, buckets
 from packhorse.engine.schedule import Step
 from packhorse.facts.read import read_model
 from packhorse.models.checkpoint import open_checkpoint
@@ -109,3 +109,35 @@ def ask(
     if events[-1].error is not None:
         raise events[-1].error
     return [t for e in events for t in e.token_ids], events[-1]
+
+
+@torch.inference_mode()
+def one_pass(model: Model, ids: list[int]) -> torch.Tensor:
+    """Logits [T, V] of all positions from one pass over a fresh store, without scheduler or engine."""
+    store = KVStore(
+        StoreGeometry.of(model.facts, model.dtype, PAGE_LEN),
+        num_pages=len(ids) // PAGE_LEN + 2,
+        sequences=1,
+        snapshots=0,
+        snapshot_len=2**20,
+        exact=model.exact,
+        poison=True,
+    )
+    handle = store.open(ids, len(ids) + 1)
+    whole = Span(handle.slot, 0, 0, len(ids))
+    logits = []
+    for span in buckets(whole) if model.exact else [whole]:
+        rows = EXACT_ROWS if model.exact else len(ids)
+        tokens = torch.zeros(rows, dtype=torch.int64)
+        tokens[: span.length] = torch.tensor(ids[span.position : span.end])
+        views = store.views([Span(span.slot, 0, span.position, span.length)])
+        x = model.embed(tokens)
+        positions = torch.arange(span.position, span.position + rows)
+        for layer, view, weights in zip(
+            model.layers, views, map(model.weights.layer, range(len(views))), strict=True
+        ):
+            x = layer(x, positions, view, weights)
+        logits.append(model.head(x)[: span.length])
+        if model.exact:
+            store.complete([span], {span.slot: ids[span.position : span.end]})
+    return torch.cat(logits)

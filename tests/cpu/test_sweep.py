@@ -10,12 +10,8 @@ import pytest
 import torch
 
 import oracle
-from engines import ask, make_engine, tiny_model
-from packhorse.core.types import EXACT_ROWS, Span
-from packhorse.engine.runner import buckets
+from engines import ask, make_engine, one_pass, tiny_model
 from packhorse.models.model import Model
-from packhorse.store.kv import KVStore
-from packhorse.store.tier import StoreGeometry
 
 PAGE, CHUNK, SNAPSHOT, LONGEST = 64, 512, 1024, 4200
 SHORT = range(1, 261)
@@ -53,38 +49,6 @@ def last_logits(engine, ids: list[int]) -> tuple[torch.Tensor, int]:
     """Logits of the prompt's last token, and how many tokens were reused."""
     _, event = ask(engine, ids)
     return engine.runner.logits["r", len(ids) - 1], event.usage.cached_len
-
-
-@torch.inference_mode()
-def one_pass(model: Model, ids: list[int]) -> torch.Tensor:
-    """Logits [T, V] of all positions from one pass over a fresh store, without scheduler or engine."""
-    store = KVStore(
-        StoreGeometry.of(model.facts, model.dtype, PAGE),
-        num_pages=len(ids) // PAGE + 2,
-        sequences=1,
-        snapshots=0,
-        snapshot_len=LONGEST // PAGE * PAGE * 2,
-        exact=model.exact,
-        poison=True,
-    )
-    handle = store.open(ids, len(ids) + 1)
-    whole = Span(handle.slot, 0, 0, len(ids))
-    logits = []
-    for span in buckets(whole) if model.exact else [whole]:
-        rows = EXACT_ROWS if model.exact else len(ids)
-        tokens = torch.zeros(rows, dtype=torch.int64)
-        tokens[: span.length] = torch.tensor(ids[span.position : span.end])
-        views = store.views([Span(span.slot, 0, span.position, span.length)])
-        x = model.embed(tokens)
-        positions = torch.arange(span.position, span.position + rows)
-        for layer, view, weights in zip(
-            model.layers, views, map(model.weights.layer, range(len(views))), strict=True
-        ):
-            x = layer(x, positions, view, weights)
-        logits.append(model.head(x)[: span.length])
-        if model.exact:
-            store.complete([span], {span.slot: ids[span.position : span.end]})
-    return torch.cat(logits)
 
 
 @pytest.mark.parametrize(("family", "exact"), MODES)

@@ -1,0 +1,54 @@
+"""A real model: SmolLM2-135M from its GGUF file, against transformers' load of the same file."""
+
+import importlib.resources
+
+import pytest
+import torch
+
+from engines import ask, make_engine, one_pass
+from packhorse.facts.read import read_model
+from packhorse.models.checkpoint import open_checkpoint
+from packhorse.models.loader import load_model
+from packhorse.text.tokenizer import Tokenizer
+from smollm2 import smollm2
+
+TOKENS = 1024
+
+
+def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
+    """exp of the mean negative log-likelihood of ids[1:], in float64."""
+    logprobs = logits[:-1].double().log_softmax(-1)
+    return float((-logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].mean()).exp())
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    import transformers
+
+    path = smollm2()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    """A fixed text: the beginning of the demo's document."""
+    text = importlib.resources.files("packhorse.text").joinpath("data/demo.md").read_text()
+    return Tokenizer.load(read_model(smollm2())).encode(text)[:TOKENS]
+
+
+def test_perplexity_and_greedy_tokens_are_those_of_transformers(theirs, ids):
+    facts = read_model(smollm2())
+    model = load_model(facts, open_checkpoint(facts), dtype=torch.float32)
+    with torch.inference_mode():
+        want = theirs(torch.tensor([ids])).logits[0]
+    got = one_pass(model, ids)
+    assert float((got - want).abs().max() / want.abs().max()) < 1e-4
+    assert perplexity(got, ids) == pytest.approx(perplexity(want, ids), rel=1e-4)
+    # Through the engine, in chunks: the tokens that transformers' own generate gives.
+    prompt = ids[:700]
+    out = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    tokens, _ = ask(make_engine(model, chunk_len=256, num_pages=24), prompt, max_tokens=32)
+    assert tokens == out[0, len(prompt) :].tolist()
