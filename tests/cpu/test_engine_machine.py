@@ -1,0 +1,146 @@
+"""Random requests through the engine: no leak, no over-admission, no request without a reply.
+
+In exact mode every answer must have the bits of the same request alone in a fresh engine, whatever else was
+batched with it, cancelled beside it, reused by it or evicted under it.
+"""
+
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+import oracle
+from engines import ask, make_engine, tiny_model
+from packhorse.core.errors import CancelledRequestError, PromptTooLongError
+from packhorse.core.types import Event, FinishReason, Request, SamplingParams
+
+PAGE, NUM_PAGES, WINDOW = 64, 9, 400
+# Prompts are beginnings of three streams, two of which share their first 100 tokens.
+_FIRST = oracle.random_ids(400)
+STREAMS = [_FIRST, _FIRST[:100] + oracle.random_ids(300, seed=1), oracle.random_ids(400, seed=2)]
+LENGTHS = [1, 2, 63, 64, 65, 100, 128, 129, 200, 300, 399, 400]
+
+
+@cache
+def alone(family: str, stream: int, length: int) -> list[int]:
+    engine = make_engine(tiny_model(family, True), num_pages=12)
+    return ask(engine, STREAMS[stream][:length], max_tokens=8)[0]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Adds, steps and cancels; `family` is set by the test."""
+
+    family = ""
+
+    @initialize(sequences=st.integers(1, 3), chunk=st.sampled_from([64, 128]))
+    def start(self, sequences: int, chunk: int) -> None:
+        self.engine = make_engine(
+            tiny_model(self.family, True),
+            page_len=PAGE,
+            num_pages=NUM_PAGES,
+            chunk_len=chunk,
+            snapshot_len=128,
+            snapshots=3,
+            sequences=sequences,
+            window=WINDOW,
+        )
+        self.asked: dict[str, tuple[int, int, int]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict[str, Event] = {}
+        self.count = 0
+
+    @rule(stream=st.integers(0, 2), length=st.sampled_from(LENGTHS), max_tokens=st.sampled_from([1, 2, 8]))
+    def add(self, stream: int, length: int, max_tokens: int) -> None:
+        name = f"r{self.count}"
+        self.count += 1
+        request = Request(name, tuple(STREAMS[stream][:length]), SamplingParams(max_tokens=max_tokens))
+        if length + max_tokens > WINDOW:
+            with pytest.raises(PromptTooLongError) as caught:
+                self.engine.add(request)
+            assert caught.value.available == WINDOW
+            assert caught.value.asked in (length, length + max_tokens)
+            return
+        self.engine.add(request)
+        self.asked[name] = (stream, length, max_tokens)
+        self.answers[name] = []
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            if self.engine.has_work:
+                for event in self.engine.step():
+                    self.note(event)
+
+    @rule(which=st.integers(0, 5))
+    def cancel(self, which: int) -> None:
+        live = sorted(self.asked.keys() - self.ended.keys())
+        if not live:
+            assert self.engine.cancel("nobody") is None
+            return
+        event = self.engine.cancel(live[which % len(live)])
+        assert event.finish is FinishReason.CANCELLED and isinstance(event.error, CancelledRequestError)
+        self.note(event)
+
+    def note(self, event: Event) -> None:
+        name = event.request_id
+        assert name not in self.ended, "a reply after the last"
+        self.answers[name] += event.token_ids
+        assert event.usage.generated_len == len(self.answers[name])
+        if event.finish is not None:
+            self.ended[name] = event
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        stats = self.engine.store.stats
+        assert stats.pages_free + stats.pages_used + stats.pages_cached == NUM_PAGES
+        assert min(stats.pages_free, stats.pages_used) >= 0
+        assert stats.open_sequences == len(self.engine.scheduler.running)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.has_work:
+            for event in self.engine.step():
+                self.note(event)
+        assert self.asked.keys() == self.ended.keys(), "a request without a reply"
+        for name, (stream, length, max_tokens) in self.asked.items():
+            want = alone(self.family, stream, length)[:max_tokens]
+            if self.ended[name].finish is FinishReason.CANCELLED:
+                want = want[: len(self.answers[name])]
+            else:
+                assert self.ended[name].finish is FinishReason.LENGTH
+            assert self.answers[name] == want
+        self.engine.store.clear()
+        stats = self.engine.store.stats
+        assert (stats.pages_free, stats.snapshots, stats.open_sequences) == (NUM_PAGES, 0, 0)
+
+
+@pytest.mark.parametrize(("family", "examples"), [("qwen3_5_moe", 18), ("llama", 30)])
+def test_random_requests(family, examples):
+    machine = type("Machine", (EngineMachine,), {"family": family})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", oracle.FAMILIES)
+def test_many_random_requests(family):
+    machine = type("Machine", (EngineMachine,), {"family": family})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
