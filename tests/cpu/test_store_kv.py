@@ -368,6 +368,32 @@ def test_a_cancelled_prefill_keeps_what_it_has_read():
         assert model.run(store, DOC) == kept[-1]
 
 
+def test_a_step_that_failed_half_way_leaves_no_snapshot_of_its_state():
+    store = model.make_store(hybrid=True)
+    sequence = store.open(DOC, 40)
+    model.run_step(store, [(sequence, DOC[:8])])
+    span = Span(sequence.slot, 0, 8, 4)
+    store.views([span])[0].state(span).recurrent.fill_(3.0)
+    with pytest.raises(AssertionError, match="not completed"):
+        store.views([span])
+    store.close(sequence)
+    assert stops(store) == []
+    model.check_all_free(store)
+
+
+def test_a_step_that_failed_leaves_the_rolling_snapshot_usable():
+    store = model.make_store(hybrid=True)
+    sequence = store.open(DOC, 40)
+    model.prefill(store, sequence)
+    for token in (1, 2):
+        model.run_step(store, [(sequence, [token])])
+    span = Span(sequence.slot, 0, 20, 1)
+    store.views([span])[0].state(span).recurrent.fill_(3.0)
+    store.close(sequence)
+    assert stops(store) == [16, 20]
+    model.check(store)
+
+
 def test_closing_twice_is_caught():
     store = model.make_store()
     sequence = store.open(DOC, 18)

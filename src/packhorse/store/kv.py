@@ -94,6 +94,7 @@ class StoredSequence:
     clock: int
     rolling: int | None = None
     rolling_position: int = 0
+    in_step: bool = False
     is_open: bool = True
 
     @property
@@ -254,12 +255,16 @@ class KVStore:
     def views(self, spans: Sequence[Span]) -> list[KVView]:
         """What each layer of the model sees during one step, by layer index; valid until `complete`.
 
-        Spans of one sequence follow on one another from its `position` and stay within its `max_len`.
+        Spans of one sequence follow on one another from its `position` and stay within its `max_len`. Layers
+        change recurrent state in place, so a sequence that has it can only be closed after a failed step.
         """
         step = _Step(spans)
         reached: dict[int, int] = {}
         for span in spans:
             sequence = self._open[span.slot]
+            if span.slot not in reached:
+                assert not (sequence.in_step and self.geometry.is_hybrid), "a step was not completed"
+                sequence.in_step = True
             assert span.position == reached.get(span.slot, sequence.position), "a span leaves a gap"
             assert span.end <= len(sequence.page_ids) * self.page_len, "a span goes beyond max_len"
             reached[span.slot] = span.end
@@ -293,6 +298,7 @@ class KVStore:
             sequence.token_ids += new[known:]
             sequence.encoded += encode_tokens(new[known:])
             sequence.position = end
+            sequence.in_step = False
             if self.geometry.is_hybrid:
                 self._keep_snapshots(sequence)
             else:
@@ -365,7 +371,8 @@ class KVStore:
             sequence.rolling_position = position
 
     def _keep_turn(self, sequence: StoredSequence) -> None:
-        if sequence.position % self.page_len == 0 and sequence.position > sequence.tip.stop:
+        at_boundary = sequence.position % self.page_len == 0 and not sequence.in_step
+        if at_boundary and sequence.position > sequence.tip.stop:
             self._keep(sequence, sequence.position, marked=True)
         elif sequence.rolling_position > sequence.tip.stop:
             self._keep(sequence, sequence.rolling_position, marked=True)
