@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import store_model as model
-from packhorse.core.errors import DoesNotFitError
+from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.formats import kv_token_bytes
 from packhorse.core.types import LayerKind, Span
 from packhorse.facts.model import DeltaFacts
@@ -343,6 +343,14 @@ def test_clear_spares_what_is_in_use(hybrid):
     model.prefill(store, sequence)
     store.close(sequence)
     model.check_all_free(store)
+
+
+@pytest.mark.parametrize(("exact", "longest"), [(True, 256), (False, 8192)])
+def test_pages_longer_than_a_segment_are_refused(exact, longest):
+    assert model.make_store(page_len=longest, num_pages=1, exact=exact).segment_len == longest
+    assert model.make_store(page_len=100, num_pages=1, exact=exact).segment_len == longest // 100 * 100
+    with pytest.raises(UsageError, match=rf"{longest + 1} tokens.*{longest} "):
+        model.make_store(page_len=longest + 1, num_pages=1, exact=exact)
 
 
 # Cancelling

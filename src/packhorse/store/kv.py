@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from packhorse.core.errors import DoesNotFitError
+from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.protocols import DeltaState, KVView, Segment
 from packhorse.core.types import Span
 from packhorse.core.units import ceil_div
@@ -110,6 +110,8 @@ class KVStore:
     for reuse. snapshot_len: their absolute grid, in tokens. exact: segments of a fixed shape, and room for
     pending rows. segment_len: None takes this module's default. poison: free memory is NaN (tests). secret:
     keys the hash chain.
+
+    Raises UsageError where a page is longer than a segment may be.
     """
 
     def __init__(
@@ -127,9 +129,15 @@ class KVStore:
         secret: bytes = b"",
     ) -> None:
         page_len = geometry.page_len
+        longest = EXACT_SEGMENT_LEN if exact else SEGMENT_LEN
+        if page_len > longest:
+            raise UsageError(
+                f"A page of {page_len} tokens is longer than the {longest} that attention reads at once.",
+                hint=f"Make page_len at most {longest}.",
+            )
         if segment_len is None:
-            segment_len = (EXACT_SEGMENT_LEN if exact else SEGMENT_LEN) // page_len * page_len
-        assert segment_len > 0 and segment_len % page_len == 0 and snapshot_len % page_len == 0
+            segment_len = longest // page_len * page_len
+        assert segment_len % page_len == 0 and snapshot_len % page_len == 0
         assert not exact or segment_len <= EXACT_SEGMENT_LEN
         self.geometry = geometry
         self.page_len = page_len
