@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from packhorse.core.errors import CancelledRequestError, PackhorseError
+from packhorse.core.errors import CancelledRequestError, InvalidRequestError, PackhorseError
 from packhorse.core.types import Event, FinishReason, Request
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
@@ -54,12 +54,13 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; `step` answers it.
 
-        Raises InvalidRequestError and PromptTooLongError (Scheduler.add): then nothing was queued.
+        Raises InvalidRequestError for ids outside the vocabulary, and what Scheduler.add raises: then nothing
+        was queued.
         """
         vocab = self.runner.model.facts.vocab_size
         bad = next((t for t in request.token_ids if not 0 <= t < vocab), None)
         if bad is not None:
-            raise PackhorseError(
+            raise InvalidRequestError(
                 f"Token id {bad} is not in the model's vocabulary of {vocab:,}.",
                 hint="Tokenize with the model's own tokenizer.",
             )

@@ -1,0 +1,341 @@
+"""One model on this machine, ready for questions: messages in, an answer with its figures out.
+
+name -> files -> facts, tokenizer, chat template -> engine
+messages -> text -> tokens and marks -> engine -> thought and answer
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import InvalidRequestError, UsageError
+from packhorse.core.types import Event, FinishReason, Request, SamplingParams, Usage
+from packhorse.engine.engine import Engine
+from packhorse.engine.load import load_engine
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.read import read_model
+from packhorse.hub.resolve import resolve
+from packhorse.text.documents import Prompt
+from packhorse.text.reasoning import Think, ThoughtSplitter, may_think, opens_thought, thinking_options
+from packhorse.text.template import ChatTemplate, Message, mark_positions
+from packhorse.text.tokenizer import Detokenizer, Tokenizer, text_marks
+
+MAX_TOKENS = 512
+"""Tokens an answer may have unless a number is given, as far as the window goes."""
+MAX_THINKING_TOKENS = 4096
+"""The same where the model may think first."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answered, and what it took.
+
+    text: the answer alone. reasoning: what the model thought before, if it does. first_token_s: seconds from
+    the question to the first generated token, thoughts included. read_s: the part of it in which the engine
+    read the prompt; the rest is rendering and tokenizing. tokens_per_s: generated tokens after the first,
+    over their time; 0 where there is only one.
+    """
+
+    text: str
+    reasoning: str
+    usage: Usage
+    finish: FinishReason
+    first_token_s: float
+    read_s: float
+    tokens_per_s: float
+
+    @property
+    def summary(self) -> str:
+        """The figures as one line."""
+        return (
+            f"read {self.usage.prompt_len} tokens, reused {self.usage.cached_len}, "
+            f"first token {self.first_token_s:.2f} s, {self.tokens_per_s:.1f} tok/s"
+        )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Token counts by name. reused_tokens are among the read_tokens of the prompt."""
+        return {
+            "read_tokens": self.usage.prompt_len,
+            "reused_tokens": self.usage.cached_len,
+            "generated_tokens": self.usage.generated_len,
+        }
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Times and speed by name."""
+        return {
+            "first_token_s": round(self.first_token_s, 6),
+            "read_s": round(self.read_s, 6),
+            "tokens_per_s": round(self.tokens_per_s, 3),
+        }
+
+
+class Session:
+    """A loaded model that answers one question at a time and keeps what it has read. Not thread-safe.
+
+    window: tokens that prompt and answer may have together. notes: what was decided at the start, for people.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        engine: Engine,
+        *,
+        options: dict[str, Any] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Joins parts that are made already; `open` makes them. template: None continues plain text.
+        options: go to every rendering of the template."""
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.template = template
+        self.engine = engine
+        self.notes = tuple(notes)
+        self._options = options or {}
+        self._num_answers = 0
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        cache: Path | None = None,
+        offline: bool = False,
+        chat_template: Path | None = None,
+        raw: bool = False,
+        think: Think | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Session:
+        """Find a model (forms as in `hub.resolve`), check its text part, then load its weights.
+
+        config: None takes the defaults for one request at a time. raw: continue text as it is, without a
+        chat template. think: None leaves it to the template. progress(done, total) counts loaded tensors.
+
+        Raises what `resolve`, `read_model`, `Tokenizer.load`, `ChatTemplate.load`, `thinking_options` and
+        `load_engine` raise.
+        """
+        if raw and (chat_template is not None or think is not None):
+            raise UsageError(
+                "A chat template or a way to think was asked for together with raw text, which has neither.",
+                hint="Leave out --raw, or --chat-template and --think.",
+            )
+        fetch_notes: list[str] = []
+        path = resolve(str(model), cache=cache, offline=offline, note=fetch_notes.append)
+        facts = read_model(path)
+        tokenizer = Tokenizer.load(facts)
+        template = None if raw else ChatTemplate.load(facts, tokenizer, chat_template)
+        options = {} if template is None or think is None else thinking_options(template, think)
+        if template is not None:
+            ends = (*facts.eos_ids, *turn_end_ids(template, tokenizer))
+            facts = replace(facts, eos_ids=tuple(dict.fromkeys(ends)))
+        loaded = load_engine(
+            facts, config or EngineConfig(sequences=1), lambda: Detokenizer(tokenizer), progress
+        )
+        notes = (*fetch_notes, *loaded.notes)
+        return cls(facts, tokenizer, template, loaded.engine, options=options, notes=notes)
+
+    @property
+    def window(self) -> int:
+        """Tokens one prompt and its answer may have."""
+        return self.engine.window
+
+    def answer(
+        self,
+        prompt: str | Prompt | Sequence[Message],
+        *,
+        on_text: Callable[[str], None] | None = None,
+        on_thought: Callable[[str], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """Answer one prompt: a question, documents with a question (`compose`), or the messages of a chat.
+
+        on_text and on_thought get the text as it comes; on_progress(read, all) counts prompt tokens, reused
+        ones included, after each step until the prompt is read. sampling: fields of SamplingParams. Without
+        max_tokens it is what the window leaves, at most MAX_TOKENS (MAX_THINKING_TOKENS where the model may
+        think).
+
+        Where this raises, an interrupt or an error of a callback included, the request has given back all it
+        held. Raises InvalidRequestError and PromptTooLongError before anything is computed, ComputeError.
+        """
+        clock = _Clock()
+        token_ids, marks = self._encode(prompt)
+        tail = self.tokenizer.decode(token_ids[-16:], skip_special=False)
+        if "max_tokens" not in sampling:
+            thinks = self.template is not None and may_think(tail, self.template)
+            most = MAX_THINKING_TOKENS if thinks else MAX_TOKENS
+            # At least 1, so that a prompt without room is refused by the engine, with its numbers.
+            sampling["max_tokens"] = max(1, min(most, self.window - len(token_ids)))
+        self._num_answers += 1
+        request = Request(str(self._num_answers), tuple(token_ids), SamplingParams(**sampling), marks)
+        splitter = None
+        if self.template is not None:
+            splitter = ThoughtSplitter(inside=opens_thought(tail))
+        output = _Output(splitter, on_text, on_thought)
+        clock.start_reading()
+        self.engine.add(request)
+        try:
+            last = self._run(clock, output, on_progress)
+        finally:
+            self.engine.cancel(request.id)  # nothing to do where it has ended
+        if last.error is not None:
+            raise last.error
+        assert last.finish is not None
+        return Answer(
+            text=output.text,
+            reasoning=output.thought.strip(),
+            usage=last.usage,
+            finish=last.finish,
+            first_token_s=clock.first_token_s,
+            read_s=clock.read_s,
+            tokens_per_s=clock.tokens_per_s(last.usage.generated_len),
+        )
+
+    def _run(self, clock: _Clock, output: _Output, on_progress: Callable[[int, int], None] | None) -> Event:
+        """Step until the only request ends; its last event."""
+        while True:
+            with interrupt_after():
+                events = self.engine.step()
+            for event in events:
+                if event.token_ids:
+                    clock.tick()
+                if on_progress is not None and event.usage.generated_len <= 1:
+                    on_progress(event.read_len, event.usage.prompt_len)
+                output.add(event.text)
+                if event.finish is not None:
+                    output.finish()
+                    return event
+
+    def _encode(self, prompt: str | Prompt | Sequence[Message]) -> tuple[list[int], tuple[int, ...]]:
+        """Token ids and marks."""
+        if isinstance(prompt, str):
+            prompt = Prompt(prompt, (len(prompt),))
+        if isinstance(prompt, Prompt):
+            if not prompt.text.strip():
+                raise InvalidRequestError("The prompt is empty.", hint="Ask something.")
+            if self.template is None:
+                return text_marks(self.tokenizer, prompt.text, prompt.ends)
+            prompt = [{"role": "user", "content": prompt.parts}]
+        if self.template is None:
+            raise InvalidRequestError(
+                "Messages need a chat template, and this session continues raw text.",
+                hint="Give one text, or open the session without raw.",
+            )
+        return mark_positions(self.template, self.tokenizer, prompt, **self._options)
+
+
+def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special token that the template puts after an answer (<|im_end|>, <|eot_id|>, ...), if it does.
+
+    Some checkpoints do not name it as an eos token, and then their answers would run on.
+    """
+    said = "Yes."
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    try:
+        text = template.render(chat, add_generation_prompt=False)
+    except InvalidRequestError:
+        return ()
+    _, found, after = text.rpartition(said)
+    ids = tokenizer.encode(after, special=False)[:1] if found else []
+    return tuple(token_id for token_id in ids if tokenizer.is_special(token_id))
+
+
+@contextmanager
+def interrupt_after() -> Iterator[None]:
+    """Ctrl-C in the block is raised at its end, so that a step is done whole or not at all.
+
+    A second one ends the process there and then. Handlers other than Python's own stay in force.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def remember(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@dataclass
+class _Clock:
+    """Times of one answer, in seconds of the monotonic clock."""
+
+    asked: float = field(default_factory=time.perf_counter)
+    reading: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+    def start_reading(self) -> None:
+        self.reading = time.perf_counter()
+
+    def tick(self) -> None:
+        """A token has come."""
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+
+    @property
+    def first_token_s(self) -> float:
+        return self.first - self.asked
+
+    @property
+    def read_s(self) -> float:
+        return self.first - self.reading
+
+    def tokens_per_s(self, num_tokens: int) -> float:
+        return (num_tokens - 1) / (self.last - self.first) if num_tokens > 1 else 0.0
+
+
+class _Output:
+    """Collects text as it comes, thought apart from answer, and passes it on."""
+
+    def __init__(
+        self,
+        splitter: ThoughtSplitter | None,
+        on_text: Callable[[str], None] | None,
+        on_thought: Callable[[str], None] | None,
+    ) -> None:
+        self.text = ""
+        self.thought = ""
+        self._splitter = splitter
+        self._on_text = on_text
+        self._on_thought = on_thought
+
+    def add(self, text: str) -> None:
+        if self._splitter is None:
+            self._take("", text)
+        elif text:
+            self._take(*self._splitter.feed(text))
+
+    def finish(self) -> None:
+        if self._splitter is not None:
+            self._take(*self._splitter.finish())
+
+    def _take(self, thought: str, answer: str) -> None:
+        self.thought += thought
+        self.text += answer
+        if thought and self._on_thought is not None:
+            self._on_thought(thought)
+        if answer and self._on_text is not None:
+            self._on_text(answer)
