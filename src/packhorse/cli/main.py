@@ -32,6 +32,9 @@ class Entry(NamedTuple):
 COMMANDS: dict[str, Entry] = {
     "pull": Entry("packhorse.cli.pull", "Fetch a model into the cache, or bring it up to date."),
     "inspect": Entry("packhorse.cli.inspect", "Show what a model is, without loading it."),
+    "ask": Entry("packhorse.cli.ask", "Ask one question about documents."),
+    "chat": Entry("packhorse.cli.chat", "Ask question after question; what was read is not read again."),
+    "demo": Entry("packhorse.cli.demo", "Watch a small model read a document once and answer two questions."),
     "version": Entry("packhorse.cli.version", "Print the versions of packhorse and what it runs on."),
 }
 

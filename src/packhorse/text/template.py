@@ -84,7 +84,7 @@ class ChatTemplate:
         if facts.chat_template is None:
             raise TokenizerError(
                 f"{facts.name} comes without a chat template.",
-                hint="Give one with --chat-template FILE, or continue plain text instead of a chat.",
+                hint="Give one with --chat-template FILE, or continue plain text with `packhorse ask --raw`.",
                 model=facts.name,
             )
         return cls(facts.chat_template, tokenizer.special_tokens)

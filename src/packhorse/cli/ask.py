@@ -1,0 +1,157 @@
+"""packhorse ask: one question about documents, one answer."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from packhorse.cli import asking
+from packhorse.cli.common import CacheOption, JsonOption, ModelArgument, OfflineOption, note, print_json
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import PackhorseError, UsageError
+from packhorse.text.documents import Document, Prompt, compose
+
+if TYPE_CHECKING:
+    from packhorse.engine.session import Answer
+
+QuestionArgument = Annotated[
+    str, typer.Argument(metavar="QUESTION", help="What to ask; - reads it from standard input.")
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="X",
+        help="0 takes the likeliest token each time. [default: 0; with --top-p, --top-k or --min-p the "
+        "model's own]",
+    ),
+]
+RawOption = Annotated[
+    bool,
+    typer.Option(
+        "--raw", help="Continue the text without a chat template (base models).", show_default=False
+    ),
+]
+StatsOption = Annotated[
+    Path | None, typer.Option("--stats", metavar="FILE", help="Write the figures of the last line as JSON.")
+]
+
+
+def command(
+    model: ModelArgument,
+    question: QuestionArgument,
+    document: asking.DocumentOption = None,
+    system: asking.SystemOption = None,
+    temperature: TemperatureOption = None,
+    top_p: asking.TopPOption = None,
+    top_k: asking.TopKOption = None,
+    min_p: asking.MinPOption = None,
+    seed: asking.SeedOption = None,
+    max_tokens: asking.MaxTokensOption = None,
+    think: asking.ThinkOption = None,
+    context: asking.ContextOption = None,
+    threads: asking.ThreadsOption = None,
+    dtype: asking.DtypeOption = EngineConfig.dtype,
+    device: asking.DeviceOption = EngineConfig.device,
+    exact: asking.ExactOption = False,
+    chat_template: asking.ChatTemplateOption = None,
+    raw: RawOption = False,
+    stats: StatsOption = None,
+    json: JsonOption = False,
+    cache: CacheOption = None,
+    offline: OfflineOption = False,
+) -> None:
+    """What is wrong with options and documents is said before the model is loaded."""
+    asked = read_question(question)
+    given = asking.given_sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+    )
+    config = EngineConfig(
+        context=context, sequences=1, dtype=dtype, device=device, exact=exact, threads=threads
+    )
+    if raw and system is not None:
+        raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")
+    if stats is not None:
+        check_writable(stats)
+    notes: list[str] = []
+
+    def say(text: str) -> None:
+        notes.append(text)
+        note(text)
+
+    documents = asking.read_documents(document or [], say)
+    session = asking.open_session(
+        model, config, say, cache=cache, offline=offline, chat_template=chat_template, raw=raw, think=think
+    )
+    sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
+    asking.warn_of_seed(sampling, say)
+    prompt = compose(documents, asked)
+    with asking.Display(stream=not json) as display:
+        answer = session.answer(messages_of(prompt, system), **display.callbacks, **sampling)
+    asking.warn_of_cut(answer, say)
+    if json:
+        print_json(describe(model, session.facts.name, answer, documents, notes))
+    if stats is not None:
+        write_stats(stats, answer)
+    sys.stdout.flush()
+    print(answer.summary, file=sys.stderr)
+
+
+def read_question(text: str) -> str:
+    """The question, from standard input where it is `-`. Raises UsageError where it is empty or no text."""
+    try:
+        question = sys.stdin.buffer.read().decode("utf-8") if text == "-" else text
+        question.encode("utf-8")  # arguments hold bytes that are no text as lone surrogates
+    except UnicodeError as error:
+        raise UsageError("The question is not valid UTF-8.", hint="Write it in UTF-8.") from error
+    if not question.strip():
+        raise UsageError("The question is empty.", hint='Ask something: ask MODEL --document FILE "What?"')
+    return question
+
+
+def messages_of(prompt: Prompt, system: str | None) -> Prompt | list[dict[str, Any]]:
+    """What `Session.answer` takes: the prompt, after the system message if there is one."""
+    if system is None:
+        return prompt
+    return [{"role": "system", "content": system}, {"role": "user", "content": prompt.parts}]
+
+
+def describe(
+    model: str, name: str, answer: Answer, documents: Sequence[Document], notes: Sequence[str]
+) -> dict[str, Any]:
+    """The JSON document of an answer."""
+    return {
+        "model": model,
+        "name": name,
+        "answer": answer.text,
+        "reasoning": answer.reasoning,
+        "finish": answer.finish,
+        "usage": answer.counts,
+        "timings": answer.timings,
+        "documents": [
+            {"name": d.name, "pages": len(d.pages), "empty_pages": list(d.empty_pages)} for d in documents
+        ],
+        "notes": list(notes),
+    }
+
+
+def check_writable(file: Path) -> None:
+    """Raises UsageError where figures could not be written: better said before the work than after it."""
+    if file.is_dir() or not file.parent.is_dir():
+        problem = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
+        raise UsageError(f"{file} {problem}.", hint="Give a file in a folder that is there.")
+
+
+def write_stats(file: Path, answer: Answer) -> None:
+    """Write the figures. Raises PackhorseError where the file cannot be written."""
+    try:
+        file.write_text(jsonlib.dumps({**answer.counts, **answer.timings}) + "\n")
+    except OSError as error:
+        raise PackhorseError(
+            f"{file} cannot be written: {error.strerror or error}.", hint="The answer above is complete."
+        ) from error
