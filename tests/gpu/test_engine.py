@@ -1,0 +1,73 @@
+"""The engine on a card through the reference kernels: tiny models in fp32 against transformers on the CPU."""
+
+import pytest
+import torch
+
+import oracle
+from engines import ask, make_engine
+from packhorse.facts.read import read_model
+from packhorse.models.checkpoint import open_checkpoint
+from packhorse.models.loader import load_model
+
+pytestmark = pytest.mark.gpu
+
+BOUND = 1e-4  # of the largest logit
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32():
+    assert torch.get_float32_matmul_precision() == "highest", "fp32 products must not be TF32"
+
+
+def model_on_card(family: str, dtype: torch.dtype):
+    facts = read_model(oracle.shared_checkpoint(family)[1])
+    return load_model(facts, open_checkpoint(facts), dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("family", oracle.FAMILIES)
+def test_greedy_and_resumed(family):
+    """64 greedy tokens in chunks, then a second turn from the prefix; logits within the bound throughout."""
+    reference, _ = oracle.shared_checkpoint(family)
+    ids = oracle.random_ids(300)
+    want = oracle.oracle_greedy(reference, ids, 64)
+    engine = make_engine(model_on_card(family, torch.float32), chunk_len=128, device="cuda")
+    tokens, _ = ask(engine, ids, max_tokens=64)
+    assert tokens == want
+    turn = [*ids, *want, *oracle.random_ids(40, seed=5)]
+    _, event = ask(engine, turn, name="turn")
+    assert event.usage.cached_len >= 320
+    logits = oracle.oracle_logits(reference, turn)
+    for name, position in (("r", 299), ("r", 340), ("turn", len(turn) - 1)):
+        got = engine.runner.logits[name, position].cpu()
+        error = float((got - logits[position]).abs().max() / logits[position].abs().max())
+        assert error < BOUND, f"{name} {position}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_16_bit_logits_stay_near(family, dtype):
+    """Dense families in 16 bits: within 5 % (bf16) and 1 % (fp16) of fp32's largest logit."""
+    ids = oracle.random_ids(200)
+    want = oracle.oracle_logits(oracle.shared_checkpoint(family)[0], ids)[-1]
+    engine = make_engine(model_on_card(family, dtype), device="cuda")
+    ask(engine, ids)
+    got = engine.runner.logits["r", 199].cpu()
+    bound = 0.05 if dtype is torch.bfloat16 else 0.01
+    assert float((got - want).abs().max() / want.abs().max()) < bound
+
+
+def test_allocations_are_on_the_card_and_bounded():
+    """The store takes what it reports, and a request takes no more than its activations."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = make_engine(model_on_card("qwen3_5_moe", torch.float32), device="cuda")
+    taken = torch.cuda.memory_allocated() - before
+    counted = engine.runner.model.storage_bytes + sum(engine.store.storage_bytes.values())
+    # The allocator rounds each block up to 512 bytes.
+    assert counted <= taken <= counted + 512 * 200
+    ask(engine, oracle.random_ids(300), max_tokens=8)
+    first = torch.cuda.memory_allocated()
+    for seed in range(5):
+        ask(engine, oracle.random_ids(300, seed=seed), max_tokens=8, name=f"r{seed}")
+    engine.runner.logits.clear()
+    assert torch.cuda.memory_allocated() <= first
