@@ -90,3 +90,20 @@ class CheckpointSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str) -> Tensor: ...
+
+
+class Steering(Protocol):
+    """Restricts the tokens of one answer: a grammar, or a bound on a thought. Called from one thread.
+
+    `steer` and `advance` alternate: one pair for each token of the answer.
+    """
+
+    def steer(self, scores: Tensor) -> Tensor:
+        """Scores [V] in which what must not come next is -inf, at least one of them finite.
+
+        `scores` itself where everything may come; it is never changed in place. Raises a PackhorseError where
+        no token may come: it ends the request.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """The token that was drawn."""

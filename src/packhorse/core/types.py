@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from packhorse.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from packhorse.core.protocols import Steering
 
 PAGE_LEN = 64
 """Tokens a page holds unless a setting says otherwise."""
@@ -42,7 +46,8 @@ class SamplingParams:
     over prompt and generated tokens. seed: None draws one. stop: strings that end the text and are not
     part of it. stop_ids: ids beside the model's own eos ids. ignore_eos: go on through eos.
     logprobs: None for none, else how many alternatives (0-20) beside the chosen token; they are of the
-    raw fp32 logits, before penalties and temperature.
+    raw fp32 logits, before penalties and temperature. logit_bias: (token id, bias in [-100, 100]), added
+    after the penalties.
 
     Raises InvalidRequestError where a value is out of range or not a number.
     """
@@ -60,6 +65,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         ranges: list[tuple[str, float, float, float]] = [
@@ -72,6 +78,7 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty, 1e-3, 100.0),
             ("max_tokens", self.max_tokens, 1, 2**31),
             ("logprobs", 0 if self.logprobs is None else self.logprobs, 0, 20),
+            *(("logit_bias", bias, -100.0, 100.0) for _, bias in self.logit_bias),
         ]
         for name, value, low, high in ranges:
             if not math.isfinite(value) or not low <= value <= high:
@@ -97,6 +104,17 @@ class Request:
     token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     marks: tuple[int, ...] = ()
+    steering: Steering | None = field(default=None, compare=False)
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= 20:
+            raise InvalidRequestError(
+                f"prompt_logprobs is {self.prompt_logprobs}, which is not in [0, 20].",
+                hint="Give a number in that range.",
+                field="prompt_logprobs",
+                value=self.prompt_logprobs,
+            )
 
 
 @dataclass(frozen=True)
@@ -122,8 +140,9 @@ class Event:
     """What one step did for one request: prompt progress, new text, or the end.
 
     token_ids and text: what is new and final (text held back for a stop string or a half character is not
-    there yet). read_len: prompt tokens processed or reused so far. finish: set on the last event; with ERROR
-    or a refusal `error` says why.
+    there yet). read_len: prompt tokens processed or reused so far. prompt_logprobs: where asked for, of the
+    prompt tokens that this step's rows predict, in order; a prompt's first token has none. finish: set on the
+    last event; with ERROR or a refusal `error` says why.
     """
 
     request_id: str
@@ -132,6 +151,7 @@ class Event:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     read_len: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     error: Exception | None = None
 

@@ -43,6 +43,7 @@ class Engine:
         self.scheduler = Scheduler(sequences, chunk_len, self.window, self._open, exact=runner.model.exact)
         self._eos_ids = eos_ids
         self._detokenizer = detokenizer
+        self._step: Step | None = None
         self._samplers: dict[str, Sampler] = {}
         self._outputs: dict[str, Output] = {}
 
@@ -64,6 +65,14 @@ class Engine:
                 f"Token id {bad} is not in the model's vocabulary of {vocab:,}.",
                 hint="Tokenize with the model's own tokenizer.",
             )
+        bad = next((t for t, _ in request.sampling.logit_bias if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"logit_bias names token {bad}, and the model's vocabulary holds {vocab:,}.",
+                hint="Tokenize with the model's own tokenizer.",
+                field="logit_bias",
+                value=bad,
+            )
         self.scheduler.add(request)
         self._samplers[request.id] = Sampler(request)
         self._outputs[request.id] = Output(request.sampling, self._eos_ids, self._detokenizer())
@@ -72,13 +81,27 @@ class Engine:
         """Compute the next tokens of whoever is running, and say what came of it.
 
         Every live request gets exactly one event with a `finish` in its life. An error of one request ends
-        that request; an error of the step itself is raised.
+        that request; an error of the step itself is raised, and then `abandon` must be called before anything
+        else.
         """
-        step = self.scheduler.schedule()
+        self._step = None
+        self._step = step = self.scheduler.schedule()
         logits = self._compute(step)
         tokens = sample(logits, [self._samplers[s.id] for s in step.sampled])
         self._complete(step)
         return self._report(step, tokens)
+
+    def abandon(self, error: PackhorseError) -> list[Event]:
+        """After `step` raised: end with `error` every request that had a part in that step.
+
+        What they hold is free when this returns; requests that wait, or had no part, go on.
+        """
+        step = self._step
+        if step is None:
+            return []
+        events = [self._fail(sequence, why) for sequence, why in step.refused if sequence.id in self._outputs]
+        live = [w.sequence for w in step.spans if self.scheduler.find(w.sequence.id) is w.sequence]
+        return events + [self._fail(sequence, error) for sequence in live]
 
     def cancel(self, request_id: str) -> Event | None:
         """End a request now: its pages are free when this returns. None where it is not live."""
@@ -90,7 +113,8 @@ class Engine:
 
     def _open(self, request: Request) -> StoredSequence | None:
         max_len = len(request.token_ids) + request.sampling.max_tokens
-        return self.store.open(request.token_ids, max_len, request.marks)
+        reuse = request.prompt_logprobs is None
+        return self.store.open(request.token_ids, max_len, request.marks, reuse=reuse)
 
     def _compute(self, step: Step) -> Tensor:
         return self.runner.run(step, self.store.views(self.runner.spans(step)))
@@ -133,6 +157,7 @@ class Engine:
         self, sequence: LiveSequence, piece: Piece | None = None, error: PackhorseError | None = None
     ) -> Event:
         piece = piece or Piece()
+        scored, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
         return Event(
             request_id=sequence.id,
             usage=sequence.usage,
@@ -140,6 +165,7 @@ class Engine:
             text=piece.text,
             logprobs=piece.logprobs,
             read_len=sequence.read_len,
+            prompt_logprobs=scored,
             finish=piece.finish,
             error=error,
         )

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from packhorse.core.protocols import DeltaState, KVView, Segment, WeightSource
 from packhorse.core.types import EXACT_ROWS, Span
-from packhorse.engine.schedule import Step
+from packhorse.engine.sample import token_logprob
+from packhorse.engine.schedule import Step, Work
 from packhorse.models.model import Model
+
+SCORED_ROWS = 64
+"""Prompt rows whose logits exist at once where a request wants log-probabilities of its prompt."""
 
 
 class Runner:
@@ -31,12 +35,17 @@ class Runner:
     def run(self, step: Step, views: Sequence[KVView]) -> Tensor:
         """Logits [len(step.sample_rows), V] fp32. views: by layer, of `spans(step)`.
 
-        Reads and writes KV and states through the views; the store completes them afterwards.
+        Reads and writes KV and states through the views; the store completes them afterwards. Where a request
+        wants log-probabilities of its prompt, they are appended to its sequence's `prompt_logprobs`.
         """
         ids, positions = self._inputs(step)
         if self.model.exact:
             return self._run_buckets(step, views, ids, positions)
         x = self._layers(self.model.embed(ids), positions, views)
+        for work in step.spans:
+            for start in range(0, scored_len(work), SCORED_ROWS):
+                stop = min(start + SCORED_ROWS, scored_len(work))
+                score_prompt(work, start, self.model.head(x[work.row + start : work.row + stop]))
         return self.model.head(x[list(step.sample_rows)])
 
     def _inputs(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -58,16 +67,42 @@ class Runner:
         """Exact mode: each bucket of rows is a pass of its own, in row order."""
         wanted = set(step.sample_rows)
         logits = []
-        for part in self.spans(step):
+        for work, part in [(w, part) for w in step.spans for part in buckets(w)]:
             first = part.row - part.row % EXACT_ROWS
             rows = slice(first, first + EXACT_ROWS)
             local = Span(part.slot, part.row - first, part.position, part.length)
             bucket_views = [BucketView(view, part, (local,)) for view in views]
             x = self._layers(self.model.embed(ids[rows]), positions[rows], bucket_views)
             last = part.row + part.length - 1
+            start = part.row - work.row
+            scored = min(part.length, scored_len(work) - start)
+            if last not in wanted and scored <= 0:
+                continue
+            head = self.model.head(x)
+            if scored > 0:
+                score_prompt(work, start, head[local.row : local.row + scored])
             if last in wanted:
-                logits.append(self.model.head(x)[last - first])
+                logits.append(head[last - first])
         return torch.stack(logits) if logits else torch.empty(0, self.model.facts.vocab_size)
+
+
+def scored_len(work: Work) -> int:
+    """Rows of the span, from its first on, whose logits the request wants: those that predict its prompt."""
+    if work.sequence.request.prompt_logprobs is None:
+        return 0
+    return max(0, min(work.end, work.sequence.prompt_len - 1) - work.position)
+
+
+def score_prompt(work: Work, start: int, logits: Tensor) -> None:
+    """Append log-probabilities of the prompt tokens after rows start, start + 1, ... of the span.
+
+    logits: [R, V] of those rows.
+    """
+    sequence = work.sequence
+    num_top = sequence.request.prompt_logprobs or 0
+    for position, row in enumerate(logits, start=work.position + start + 1):
+        token_id = sequence.request.token_ids[position]
+        sequence.prompt_logprobs.append(token_logprob(row, token_id, num_top))
 
 
 def buckets(span: Span) -> Iterator[Span]:

@@ -1,7 +1,8 @@
 """The next token of each row, drawn from raw logits. Correct on any device; rows never meet.
 
-Order: repetition, presence and frequency penalties -> temperature -> top_k -> top_p -> min_p -> draw, which
-is the order of transformers' generate. Temperature 0 is the argmax after penalties, the lowest id of equals.
+Order: repetition, presence and frequency penalties -> logit_bias -> steering -> temperature -> top_k -> top_p
+-> min_p -> draw, which is the order of transformers' generate. Temperature 0 is the argmax of what steering
+leaves, the lowest id of equals.
 
 - Repetition divides positive scores by the penalty and multiplies negative ones, once for each token seen in
   prompt or answer. Presence is subtracted once, frequency once for each occurrence, in the answer alone.
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packhorse.core.errors import ComputeError
+from packhorse.core.errors import ComputeError, PackhorseError
 from packhorse.core.types import Request, SamplingParams, TokenLogprob
 
 _NUCLEUS_LEN = 256
@@ -52,11 +53,6 @@ class Sampler:
         self._seen: _Seen | None = None
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """Whether the next token is the argmax of the raw logits."""
-        return self.params.temperature == 0 and not self._has_penalties
-
-    @property
     def position(self) -> int:
         """The position of the next token in the sequence."""
         return len(self.request.token_ids) + self.num_drawn
@@ -67,34 +63,46 @@ class Sampler:
         return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
     def draw(self, logits: Tensor, best: int) -> Sampled:
-        """The next token from finite raw logits [V], whose argmax is `best`."""
-        if self.is_plain_greedy:
-            token_id = best
-        elif self.params.temperature == 0:
-            token_id = int(self._penalised(logits).argmax())
-        else:
-            ids, weights = distribution(self._penalised(logits), self.params)
+        """The next token from finite raw logits [V], whose argmax is `best`.
+
+        Raises what the request's steering raises: then nothing was drawn.
+        """
+        scores = self._scores(logits)
+        if self.params.temperature > 0:
+            ids, weights = distribution(scores, self.params)
             token_id = _pick(ids, weights, uniform(self.seed, self.num_drawn))
+        else:
+            token_id = best if scores is logits else int(scores.argmax())
         self.num_drawn += 1
         if self._seen is not None:
             self._seen.add(token_id)
+        if self.request.steering is not None:
+            self.request.steering.advance(token_id)
         wanted = self.params.logprobs
         return Sampled(token_id, None if wanted is None else token_logprob(logits, token_id, wanted))
 
-    def _penalised(self, logits: Tensor) -> Tensor:
-        """Scores [V]: the logits themselves without penalties, else a float64 copy (no overflow)."""
-        if not self._has_penalties:
-            return logits
-        if self._seen is None:
-            self._seen = _Seen(self.request, logits)
-        return self._seen.penalise(logits.double())
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Scores [V]: `logits` itself where nothing changes them. Penalties and biases are float64, so that
+        nothing overflows; steering only lowers scores to -inf."""
+        scores = logits
+        if self._has_penalties:
+            if self._seen is None:
+                self._seen = _Seen(self.request, logits)
+            scores = self._seen.penalise(scores.double())
+        if self.params.logit_bias:
+            scores = scores.double() if scores is logits else scores
+            for token_id, bias in self.params.logit_bias:
+                scores[token_id] += bias
+        steering = self.request.steering
+        return scores if steering is None else steering.steer(scores)
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sampled | ComputeError]:
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sampled | PackhorseError]:
     """Draw one token for each row, and move the samplers on.
 
     logits: [R, V], raw, fp32, not changed; samplers: R, in the order of the rows. A row with a NaN or an
-    infinity gives a ComputeError in place of a token, and its sampler stays; the other rows go on.
+    infinity gives a ComputeError in place of a token, and so does an error of a request's steering; its
+    sampler stays, and the other rows go on.
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == len(samplers)
     if not samplers:
@@ -103,9 +111,16 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sampled | Comput
     finite = (logits.amin(dim=1).isfinite() & logits.amax(dim=1).isfinite()).tolist()
     best = logits.argmax(dim=1).tolist()
     return [
-        sampler.draw(row, top) if ok else _not_finite(sampler)
+        _draw(sampler, row, top) if ok else _not_finite(sampler)
         for row, sampler, top, ok in zip(logits, samplers, best, finite, strict=True)
     ]
+
+
+def _draw(sampler: Sampler, logits: Tensor, best: int) -> Sampled | PackhorseError:
+    try:
+        return sampler.draw(logits, best)
+    except PackhorseError as error:
+        return error
 
 
 def uniform(seed: int, index: int) -> float:
@@ -159,8 +174,9 @@ class _Seen:
 def distribution(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """The tokens that may be drawn, and how likely they are.
 
-    scores: finite, [V], after penalties. Temperature must not be 0. Returns ids in ascending order and
-    float64 weights, both [K]; the greatest weight is 1, a probability is a weight over their sum.
+    scores: [V], after penalties and steering; finite or -inf, at least one finite. Temperature must not be 0.
+    Returns ids in ascending order and float64 weights, both [K]; the greatest weight is 1, a probability is a
+    weight over their sum.
     """
     if 0 < params.top_k < scores.shape[0]:
         ids = _largest(scores, params.top_k).sort().values

@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from packhorse.core.errors import InvalidRequestError, PackhorseError, PromptTooLongError
-from packhorse.core.types import EXACT_ROWS, Request, Span, Usage
+from packhorse.core.types import EXACT_ROWS, Request, Span, TokenLogprob, Usage
 from packhorse.core.units import round_up
 
 
@@ -57,12 +57,14 @@ class Sequence:
     """A live request: what was asked, what the store holds for it, what was generated.
 
     Whoever samples appends to `generated`, one token for each of the sequence's rows in
-    `Step.sample_rows`, before the next `schedule`.
+    `Step.sample_rows`, before the next `schedule`. prompt_logprobs: those the last step made, where they were
+    asked for, until they are reported.
     """
 
     request: Request
     handle: Handle | None = None
     generated: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def id(self) -> str:

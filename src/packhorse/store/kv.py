@@ -195,13 +195,13 @@ class KVStore:
         return self._tree.match(encode_tokens(token_ids))
 
     def open(
-        self, token_ids: Sequence[int], max_len: int, marks: Iterable[int] = ()
+        self, token_ids: Sequence[int], max_len: int, marks: Iterable[int] = (), *, reuse: bool = True
     ) -> StoredSequence | None:
         """Begin a sequence: pin what of its prompt is stored and reserve the rest of `max_len` tokens.
 
         Its active state is that at `cached_len`. Returns None, having changed nothing, while other sequences
         hold what it needs: ask again when one has closed. marks: positions in (0, len(token_ids)] whose
-        last page boundary is to be snapshot.
+        last page boundary is to be snapshot. reuse: False reads the whole prompt again.
 
         Raises DoesNotFitError where the empty store could not hold `max_len` tokens.
         """
@@ -217,7 +217,7 @@ class KVStore:
         if self._slots.num_active == self._slots.sequences:
             return None
         encoded = encode_tokens(token_ids)
-        match = self._tree.match(encoded)
+        match = self._tree.match(encoded) if reuse else PrefixMatch(0, (), None)
         reused = [page for entry in match.entries for page in entry.page_ids]
         missing = ceil_div(max_len, self.page_len) - len(reused)
         pinned_now = sum(len(entry.page_ids) for entry in match.entries if not entry.pins)

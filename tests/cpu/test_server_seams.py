@@ -1,0 +1,125 @@
+"""What the server needs of the engine: biases, steering, log-probabilities of prompts, steps that fail."""
+
+import pytest
+import torch
+
+import engines
+import oracle
+from packhorse.core.errors import ComputeError, InvalidRequestError, PackhorseError
+from packhorse.core.types import FinishReason, Request, SamplingParams
+
+
+class Only:
+    """Allows the given tokens, one after the other, then everything; records what was drawn."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = list(tokens)
+        self.drawn: list[int] = []
+
+    def steer(self, scores: torch.Tensor) -> torch.Tensor:
+        if len(self.drawn) >= len(self.tokens):
+            return scores
+        steered = torch.full_like(scores, -torch.inf)
+        allowed = self.tokens[len(self.drawn)]
+        steered[allowed] = scores[allowed]
+        return steered
+
+    def advance(self, token_id: int) -> None:
+        self.drawn.append(token_id)
+
+
+class Refusing(Only):
+    def steer(self, scores: torch.Tensor) -> torch.Tensor:
+        raise PackhorseError("Nothing may come.")
+
+
+def tokens(events) -> list[int]:
+    return [t for e in events for t in e.token_ids]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_k": 5}])
+def test_steering_decides_what_may_come(sampling):
+    engine = engines.make_engine(engines.tiny_model("llama", True))
+    ids = oracle.random_ids(20)
+    free, _ = engines.ask(engine, ids, max_tokens=6)
+    steering = Only(7, 7, 9)
+    engine.add(Request("r", tuple(ids), SamplingParams(max_tokens=6, **sampling), steering=steering))
+    engine.add(Request("other", tuple(ids), SamplingParams(max_tokens=6)))
+    events = engines.run_all(engine)
+    assert tokens(events["r"])[:3] == [7, 7, 9]
+    assert steering.drawn == tokens(events["r"])
+    assert tokens(events["other"]) == free
+
+
+def test_steering_that_fails_ends_its_request_alone():
+    engine = engines.make_engine(engines.tiny_model("llama", True))
+    ids = tuple(oracle.random_ids(20))
+    engine.add(Request("bad", ids, SamplingParams(max_tokens=3), steering=Refusing()))
+    engine.add(Request("good", ids, SamplingParams(max_tokens=3)))
+    events = engines.run_all(engine)
+    assert events["bad"][-1].finish is FinishReason.ERROR
+    assert "Nothing may come" in str(events["bad"][-1].error)
+    assert len(tokens(events["good"])) == 3
+    assert engine.store.stats.pages_used == 0
+
+
+def test_logit_bias_moves_the_choice_and_not_the_logprobs():
+    engine = engines.make_engine(engines.tiny_model("llama", True))
+    ids = tuple(oracle.random_ids(20))
+    free, _ = engines.ask(engine, ids)
+    other = (free[0] + 1) % oracle.VOCAB
+    params = SamplingParams(max_tokens=1, logit_bias=((other, 100.0),), logprobs=1)
+    engine.add(Request("r", ids, params))
+    [event] = engines.run_all(engine)["r"]
+    assert event.token_ids == (other,)
+    assert event.logprobs[0].top[0][0] == free[0], "logprobs are of the raw logits"
+    with pytest.raises(InvalidRequestError, match=r"token 193.*193"):
+        engine.add(Request("r", ids, SamplingParams(logit_bias=((oracle.VOCAB, 1.0),))))
+    with pytest.raises(InvalidRequestError, match=r"logit_bias is 101.*\[-100, 100\]"):
+        SamplingParams(logit_bias=((1, 101.0),))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_prompt_logprobs_are_those_of_one_pass(family, exact):
+    """Read in several chunks, beside another request, with a prefix in the store that must not be reused."""
+    engine = engines.make_engine(engines.tiny_model(family, exact), chunk_len=128)
+    ids = tuple(oracle.random_ids(300))
+    engines.ask(engine, ids)
+    engine.add(Request("other", tuple(oracle.random_ids(90, seed=1)), SamplingParams(max_tokens=4)))
+    engine.add(Request("r", ids, SamplingParams(max_tokens=2), prompt_logprobs=3))
+    events = engines.run_all(engine)
+    assert not any(e.prompt_logprobs for e in events["other"])
+    assert events["r"][-1].usage.cached_len == 0
+    reported = [p for e in events["r"] for p in e.prompt_logprobs]
+    assert [p.token_id for p in reported] == list(ids[1:])
+    logits = oracle.oracle_logits(oracle.shared_checkpoint(family)[0], list(ids))
+    expected = logits.double().log_softmax(1)
+    got = torch.tensor([p.logprob for p in reported], dtype=torch.float64)
+    want = expected[torch.arange(299), torch.tensor(ids[1:])]
+    assert (got - want).abs().max() < 1e-3
+    best = expected[:-1].argmax(1).tolist()
+    agree = sum(p.top[0][0] == b for p, b in zip(reported, best, strict=True))
+    assert agree >= 298 and all(len(p.top) == 3 for p in reported)
+    assert engines.ask(engine, ids)[1].usage.cached_len > 0
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others(monkeypatch):
+    engine = engines.make_engine(engines.tiny_model("qwen3_5", False), sequences=2)
+    ids = tuple(oracle.random_ids(100))
+    expected, _ = engines.ask(engine, oracle.random_ids(50, seed=2), max_tokens=4)
+    for name in ("a", "b"):
+        engine.add(Request(name, ids, SamplingParams(max_tokens=30)))
+    engine.add(Request("waits", tuple(oracle.random_ids(50, seed=2)), SamplingParams(max_tokens=4)))
+    engine.step()
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda *a: (run(*a), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    events = engine.abandon(ComputeError("The step failed."))
+    assert sorted(e.request_id for e in events) == ["a", "b"]
+    assert all(e.finish is FinishReason.ERROR and isinstance(e.error, ComputeError) for e in events)
+    assert engine.store.stats.pages_used == 0 and engine.store.stats.open_sequences == 0
+    monkeypatch.undo()
+    assert tokens(engines.run_all(engine)["waits"]) == expected
+    assert not engine.has_work
