@@ -76,12 +76,14 @@ class ThoughtSplitter:
 
     A thought is only recognised at the beginning; a later `<think>` is part of the answer. Text that may be
     the beginning of a mark is held back until it is clear. The line breaks around a thought belong to
-    neither.
+    neither, and a closing mark written twice counts once.
     """
 
-    def __init__(self, *, inside: bool) -> None:
-        """inside: the output starts inside the thought."""
+    def __init__(self, *, inside: bool, interrupt: str | None = None) -> None:
+        """inside: the output starts inside the thought. interrupt: a mark that ends a thought which was not
+        closed, and begins the answer (a tool call, for models that forget to close)."""
         self._held = ""
+        self._marks = (CLOSE,) if interrupt is None else (CLOSE, interrupt)
         self._step: Callable[[], Split] = self._think if inside else self._begin
         self._at_start = inside
 
@@ -109,26 +111,32 @@ class ThoughtSplitter:
         if self._at_start:
             self._held = self._held.lstrip("\n")
             self._at_start = not self._held
-        thought, closed, rest = self._held.partition(CLOSE)
-        if closed:
-            self._held, self._step = rest, self._gap
-            return Split(thought.rstrip("\n"), self._step().answer)
+        ends = [(at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0]
+        if ends:
+            at, mark = min(ends)
+            thought = self._held[:at].rstrip("\n")
+            self._held, self._step = self._held[at:], self._gap if mark == CLOSE else self._answer
+            return Split(thought, self._step().answer)
         # Line breaks are held with a half mark: the last ones before the mark are not part of the thought.
-        body = thought[: len(thought) - _overlap(thought)].rstrip("\n")
-        self._held = thought[len(body) :]
+        half = max(overlap(self._held, mark) for mark in self._marks)
+        body = self._held[: len(self._held) - half].rstrip("\n")
+        self._held = self._held[len(body) :]
         return Split(thought=body)
 
     def _gap(self) -> Split:
         self._held = self._held.lstrip()
-        if self._held:
+        while self._held.startswith(CLOSE):
+            self._held = self._held.removeprefix(CLOSE).lstrip()
+        if self._held and not CLOSE.startswith(self._held):
             self._step = self._answer
-        return self._answer()
+            return self._answer()
+        return Split()
 
     def _answer(self) -> Split:
         text, self._held = self._held, ""
         return Split(answer=text)
 
 
-def _overlap(text: str) -> int:
-    """Length of the longest end of `text` that the closing mark begins with."""
-    return next((n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n])), 0)
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that `mark` begins with."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
