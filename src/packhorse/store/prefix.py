@@ -113,7 +113,7 @@ class PrefixTree:
         """The last descendant of `entry` that ends at or before `limit` and continues `tokens`."""
         while True:
             for child in self._candidates(entry, tokens):
-                if child.stop <= limit and self._agreed(child, tokens, limit) == child.stop - child.start:
+                if self._agreed(child, tokens, limit) == child.stop - child.start:
                     entry = child
                     break
             else:
