@@ -128,11 +128,7 @@ def describe(
     return {
         "model": model,
         "name": name,
-        "answer": answer.text,
-        "reasoning": answer.reasoning,
-        "finish": answer.finish,
-        "usage": answer.counts,
-        "timings": answer.timings,
+        **asking.describe_answer(answer),
         "documents": [
             {"name": d.name, "pages": len(d.pages), "empty_pages": list(d.empty_pages)} for d in documents
         ],

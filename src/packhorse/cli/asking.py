@@ -165,6 +165,17 @@ def warn_of_cut(answer: Answer, say: Callable[[str], None]) -> None:
         say(f"{cut} after {answer.usage.generated_len} tokens: a larger --max-tokens lets it end.")
 
 
+def describe_answer(answer: Answer) -> dict[str, Any]:
+    """An answer as a part of a JSON document."""
+    return {
+        "answer": answer.text,
+        "reasoning": answer.reasoning,
+        "finish": answer.finish,
+        "usage": answer.counts,
+        "timings": answer.timings,
+    }
+
+
 class Display:
     """Shows one answer while it comes; a context, so that the terminal is left in order.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli import asking
-from packhorse.cli.common import CacheOption, ModelArgument, OfflineOption, note
+from packhorse.cli.common import CacheOption, JsonOption, ModelArgument, OfflineOption, note, print_json
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import PackhorseError, UsageError
 from packhorse.text.documents import Document, compose
@@ -40,10 +40,14 @@ def command(
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
+    json: JsonOption = False,
     cache: CacheOption = None,
     offline: OfflineOption = False,
 ) -> None:
-    """Reads lines from the terminal, or from a pipe: then the first error ends it."""
+    """Reads lines from the terminal, or from a pipe: then the first error ends it.
+
+    With json, answers are not printed as they come, but all turns at the end, as one document.
+    """
     given = asking.given_sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
@@ -56,28 +60,41 @@ def command(
     )
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=False)
     asking.warn_of_seed(sampling, note)
-    conversation = Conversation(session, sampling, system, documents)
+    conversation = Conversation(session, sampling, system, documents, stream=not json)
     if sys.stdin.isatty():
         note("Ask away; /help lists commands.")
         run(conversation, typed_lines())
     else:
         for line in piped_lines():
             if not conversation.take(line):
-                return
+                break
+    if json:
+        print_json({"model": model, "name": session.facts.name, "turns": conversation.turns})
 
 
 class Conversation:
-    """The turns so far, and the documents that the next question brings in."""
+    """What was said so far, and the documents that the next question brings in.
+
+    turns: a JSON-ready record of every turn since the start, forgotten ones too.
+    """
 
     def __init__(
-        self, session: Session, sampling: dict[str, Any], system: str | None, documents: list[Document]
+        self,
+        session: Session,
+        sampling: dict[str, Any],
+        system: str | None,
+        documents: list[Document],
+        *,
+        stream: bool = True,
     ) -> None:
         self.session = session
         self.sampling = sampling
         self.documents = documents
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, Any]] = list(self._start)
-        self.held = self.read = self.reused = 0
+        self.turns: list[dict[str, Any]] = []
+        self._stream = stream
+        self._held = 0
 
     def take(self, line: str) -> bool:
         """Answer a question or carry out a command; False where the conversation is over.
@@ -107,23 +124,22 @@ class Conversation:
 
     def _ask(self, question: str) -> None:
         asked = {"role": "user", "content": compose(self.documents, question).parts}
-        with asking.Display() as display:
+        with asking.Display(stream=self._stream) as display:
             answer = self.session.answer([*self.messages, asked], **display.callbacks, **self.sampling)
         answered = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
             answered["reasoning_content"] = answer.reasoning
         self.messages += [asked, answered]
         self.documents = []
-        self.held = answer.usage.prompt_len + answer.usage.generated_len
-        self.read += answer.usage.prompt_len
-        self.reused += answer.usage.cached_len
+        self.turns.append({"question": question, **asking.describe_answer(answer)})
+        self._held = answer.usage.prompt_len + answer.usage.generated_len
         asking.warn_of_cut(answer, note)
         note(answer.summary)
 
     def _reset(self, _: str) -> None:
         self.messages = list(self._start)
         self.documents = []
-        self.held = 0
+        self._held = 0
         note("Forgotten.")
 
     def _add_document(self, argument: str) -> None:
@@ -133,11 +149,14 @@ class Conversation:
         note(f"{self.documents[-1].name} goes with the next question.")
 
     def _show_stats(self, _: str) -> None:
-        turns = sum(message["role"] == "user" for message in self.messages)
+        read, reused = (
+            sum(turn["usage"][n] for turn in self.turns) for n in ("read_tokens", "reused_tokens")
+        )
         store = self.session.engine.store.stats
         note(
-            f"{turns} turns hold {self.held} of {self.session.window} tokens; read {self.read} tokens since "
-            f"the start, reused {self.reused}; pages: {store.pages_cached} kept, {store.pages_free} free."
+            f"The conversation holds {self._held} of {self.session.window} tokens. Since the start {read} "
+            f"tokens were read in {len(self.turns)} turns, {reused} of them reused. KV pages: "
+            f"{store.pages_cached} kept, {store.pages_free} free."
         )
 
 

@@ -85,13 +85,7 @@ def describe(document: Document, answers: Sequence[Answer]) -> dict[str, Any]:
         "name": NAME,
         "document": document.name,
         "answers": [
-            {
-                "question": question,
-                "answer": answer.text,
-                "finish": answer.finish,
-                "usage": answer.counts,
-                "timings": answer.timings,
-            }
+            {"question": question, **asking.describe_answer(answer)}
             for question, answer in zip(QUESTIONS, answers, strict=True)
         ],
         "speedup": round(speedup(*answers), 2),
