@@ -101,6 +101,8 @@ def run(args: Sequence[str]) -> int:
     as_json = "--json" in args
     try:
         code = typer.main.get_command(app)(args=list(args), prog_name="packhorse", standalone_mode=False)
+        if code == INTERRUPTED:  # some versions of Typer have made an exit code of it
+            raise KeyboardInterrupt
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except PackhorseError as error:
