@@ -53,6 +53,23 @@ def test_the_next_turn_goes_on_from_the_last_page_of_the_answer(hybrid):
 
 
 @BOTH
+def test_the_next_turn_reads_one_run_of_pages(hybrid):
+    """The pages behind those of the last turn are free again, and a smaller run elsewhere is not taken."""
+    store = model.make_store(hybrid=hybrid, num_pages=16, sequences=3)
+    other = store.open([9], 2 * PAGE)
+    turn = store.open(DOC, 24)
+    behind = store.open([8], 2 * PAGE)
+    model.prefill(store, turn)
+    store.close(turn)
+    store.close(other)
+    again = store.open(DOC, 24)
+    assert again.cached_len == 16
+    assert [f.page_ids for f in again.fragments] == [range(2, 8)]
+    store.close(behind)
+    store.close(again)
+
+
+@BOTH
 def test_another_question_on_a_marked_document_hits_at_once(hybrid):
     store = model.make_store(hybrid=hybrid)
     assert model.run(store, DOC + text(9, seed=2), marks=[len(DOC)]) == 0
@@ -241,6 +258,16 @@ def test_an_open_sequence_thins_old_chains_before_its_own():
     assert store.match(text(13, seed=2)).fork is None
     assert sorted(e.stop for e in store._tree.chain(again.tip)) == [4, 8, 12, 16, 20]
     assert [e.stop for e in store.match(text(13, seed=2)).entries] == [12]
+    model.check(store)
+
+
+def test_a_new_sequence_thins_old_chains_before_its_own():
+    store = model.make_store(hybrid=True, num_pages=40, snapshots=6, snapshot_len=PAGE)
+    run_with_grid(store, seed=1)
+    run_with_grid(store, seed=2)
+    sequence = store.open(text(17, seed=3), 17)
+    model.prefill(store, sequence)
+    assert sorted(e.stop for e in store._tree.chain(sequence.tip)) == [4, 8, 12, 16]
     model.check(store)
 
 
