@@ -35,6 +35,7 @@ COMMANDS: dict[str, Entry] = {
     "ask": Entry("packhorse.cli.ask", "Ask one question about documents."),
     "chat": Entry("packhorse.cli.chat", "Ask question after question; what was read is not read again."),
     "demo": Entry("packhorse.cli.demo", "Watch a small model read a document once and answer two questions."),
+    "serve": Entry("packhorse.cli.serve", "Serve a model through OpenAI's API."),
     "version": Entry("packhorse.cli.version", "Print the versions of packhorse and what it runs on."),
 }
 

@@ -1,1 +1,1 @@
-"""OpenAI-compatible server (not built yet)."""
+"""The OpenAI-compatible server: one model, one engine thread, an event loop around it."""

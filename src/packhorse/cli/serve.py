@@ -1,0 +1,152 @@
+"""packhorse serve: one model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packhorse.cli import asking
+from packhorse.cli.common import CacheOption, ModelArgument, OfflineOption, find_model, note
+
+if TYPE_CHECKING:
+    from packhorse.engine.session import Session
+
+HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen at. [default: 127.0.0.1]")]
+PortOption = Annotated[int | None, typer.Option("--port", help="0 takes a free one. [default: 8000]")]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file", metavar="FILE", help="Bearer keys; needed for any address but this machine's."
+    ),
+]
+SequencesOption = Annotated[
+    int | None, typer.Option("--sequences", metavar="N", help="Requests worked on at once. [default: 4]")
+]
+QueueOption = Annotated[
+    int | None, typer.Option("--queue", metavar="N", help="Requests that may wait. [default: 64]")
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings of this host; options given here win."),
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="What clients call the model. [default: its own name]")
+]
+KvTokensOption = Annotated[
+    int | None, typer.Option("--kv-tokens", metavar="N", help="Tokens that all requests and prefixes hold.")
+]
+SnapshotsOption = Annotated[
+    int | None,
+    typer.Option("--snapshots", metavar="N", help="Recurrent states kept (hybrid models). [default: 16]"),
+]
+CorsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors", metavar="ORIGIN", help="Web pages that may call; may be repeated. [default: none]"
+    ),
+]
+BodyLimitOption = Annotated[
+    str | None, typer.Option("--body-limit", metavar="SIZE", help="Largest request. [default: 8MiB]")
+]
+KeepAliveOption = Annotated[
+    float | None,
+    typer.Option("--keep-alive", metavar="S", help="Seconds of silence before a sign of life. [default: 10]"),
+]
+LogContentsOption = Annotated[
+    bool | None, typer.Option("--log-contents", help="Log prompts and answers too.", show_default=False)
+]
+SuperviseOption = Annotated[
+    bool, typer.Option("--supervise", help="Start the server again where it dies.", show_default=False)
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option("--max-tokens", metavar="N", help="Where a request does not say. [default: 4096]"),
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="auto, fp32, bf16 or fp16. [default: auto]", show_default=False)
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cpu]", show_default=False)
+]
+ExactOption = Annotated[
+    bool | None,
+    typer.Option("--exact", help="Reuse and chunking change no bit; fp32, slower.", show_default=False),
+]
+
+
+def command(
+    model: ModelArgument,
+    host: HostOption = None,
+    port: PortOption = None,
+    api_key_file: KeyOption = None,
+    sequences: SequencesOption = None,
+    queue: QueueOption = None,
+    config: ConfigOption = None,
+    name: NameOption = None,
+    context: asking.ContextOption = None,
+    kv_tokens: KvTokensOption = None,
+    snapshots: SnapshotsOption = None,
+    max_tokens: MaxTokensOption = None,
+    threads: asking.ThreadsOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    exact: ExactOption = None,
+    chat_template: asking.ChatTemplateOption = None,
+    cors: CorsOption = None,
+    body_limit: BodyLimitOption = None,
+    keep_alive: KeepAliveOption = None,
+    log_contents: LogContentsOption = None,
+    supervise: SuperviseOption = False,
+    cache: CacheOption = None,
+    offline: OfflineOption = False,
+) -> None:
+    """What is wrong with settings is said before the port is bound."""
+    from packhorse.server.config import load_config
+
+    server_options = {
+        "host": host,
+        "port": port,
+        "api_key_file": None if api_key_file is None else api_key_file.resolve(),
+        "queue": queue,
+        "cors": cors,
+        "body_limit": body_limit,
+        "keep_alive": keep_alive,
+        "log_contents": log_contents,
+    }
+    model_options = {
+        "name": name,
+        "context": context,
+        "sequences": sequences,
+        "kv_tokens": kv_tokens,
+        "snapshots": snapshots,
+        "max_tokens": max_tokens,
+        "threads": threads,
+        "dtype": dtype,
+        "device": device,
+        "exact": exact,
+        "chat_template": None if chat_template is None else chat_template.resolve(),
+    }
+    settings, model_config = load_config(config, model, server_options, model_options)
+    from packhorse.server import run
+
+    if supervise:
+        args = [arg for arg in sys.argv[1:] if arg != "--supervise"]
+        raise typer.Exit(run.supervise(run.this_command(args), note))
+
+    def open_session(progress: Callable[[int, int], None]) -> Session:
+        path = find_model(model, cache, offline)
+        from packhorse.engine.session import Session  # imports torch
+
+        session = Session.open(
+            path, model_config.engine, chat_template=model_config.chat_template, progress=progress
+        )
+        for text in session.notes:
+            note(text)
+        note(f"ready: {session.window:,} tokens of context, {model_config.engine.sequences} requests at once")
+        return session
+
+    run.serve(model, settings, model_config, open_session, note)

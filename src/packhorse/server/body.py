@@ -1,0 +1,125 @@
+"""Reads the body of a request: bounded in size and time, and JSON that means one thing only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from packhorse.core.units import format_bytes
+from packhorse.server.errors import ApiError
+
+IN_LOOP_BYTES = 1 << 16
+"""Bodies up to this size are parsed in the event loop; it takes a millisecond or two."""
+
+
+async def read_json(request: Request, limit: int, timeout: float) -> dict[str, Any]:
+    """The JSON object of the body.
+
+    Raises ApiError: 415 for another content type, 413 above `limit` bytes, 408 where it takes longer than
+    `timeout` seconds, 400 for anything but one well-formed JSON object.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        # A web page may send forms and plain text to this address without being asked, but not JSON.
+        raise ApiError(
+            415, "content_type", f"The content type is {kind!r}; send application/json.", param="content-type"
+        )
+    body = await _read(request, limit, timeout)
+    if len(body) > IN_LOOP_BYTES:
+        return await asyncio.to_thread(parse_json, body)
+    return parse_json(body)
+
+
+async def _read(request: Request, limit: int, timeout: float) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            "body_timeout",
+            f"The body did not arrive within {timeout:g} s.",
+            headers={"connection": "close"},
+        ) from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "disconnected", "The client left while it sent the body.") from error
+    return b"".join(parts)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """One JSON object. Raises ApiError for invalid UTF-8, bad syntax, nesting beyond Python's own limit,
+    a key given twice, NaN, numbers of thousands of digits, half a surrogate pair, and anything but an object.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_json(f"it is not valid UTF-8 at byte {error.start}") from error
+    try:
+        document = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except RecursionError as error:
+        raise _not_json("it is nested too deep") from error
+    except json.JSONDecodeError as error:
+        raise _not_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except ValueError as error:  # integers of more digits than Python converts
+        raise _not_json("a number has too many digits") from error
+    if not isinstance(document, dict):
+        raise _not_json("it is not an object")
+    if "\\u" in text:
+        _check_surrogates(document)
+    return document
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _not_json(f"the key {twice[:80]!r} is given twice")
+    return document
+
+
+def _constant(name: str) -> None:
+    raise _not_json(f"{name} is not JSON")
+
+
+def _check_surrogates(document: object) -> None:
+    """Raises ApiError where a string holds half a surrogate pair, which no text encoding can carry."""
+    left: list[object] = [document]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise _not_json("a string holds half a surrogate pair (\\ud800 to \\udfff)") from error
+        elif isinstance(value, dict):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+
+
+def _not_json(why: str) -> ApiError:
+    return ApiError(400, "invalid_json", f"The body is not a JSON object: {why}.")
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        "body_too_large",
+        f"The body is larger than {format_bytes(limit)}. The server's body_limit sets this.",
+        limit_bytes=limit,
+        headers={"connection": "close"},
+    )

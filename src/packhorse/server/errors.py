@@ -1,0 +1,99 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code", ...}}` and the right status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from packhorse.core.errors import (
+    CancelledRequestError,
+    InvalidRequestError,
+    PackhorseError,
+    PromptTooLongError,
+    TokenizerError,
+    UsageError,
+)
+from packhorse.server.worker import StoppedError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. param: the field at fault. facts: further keys of the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+        self.facts = facts
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """The JSON document."""
+        error = {
+            "message": self.message,
+            "type": TYPES.get(self.status, "server_error"),
+            "param": self.param,
+            "code": self.code,
+            "request_id": request_id,
+            **self.facts,
+        }
+        return {"error": error}
+
+    def response(self, request_id: str) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body(request_id), self.status, headers=self.headers)
+
+
+def bad_field(name: str, reason: str, hint: str = "", code: str = "invalid_value") -> ApiError:
+    """400 for one field of the request."""
+    return ApiError(400, code, f"{reason} {hint}".strip(), param=name)
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error. Texts of our own errors are for users; those of others stay in the
+    log, under the request's id."""
+    if isinstance(error, ApiError):
+        return error
+    message = str(error)
+    if isinstance(error, PromptTooLongError):
+        counts: dict[str, Any] = {"asked": error.asked, "available": error.available, "unit": error.unit}
+        return ApiError(400, "context_length_exceeded", message, param="messages", **counts)
+    if isinstance(error, StoppedError | CancelledRequestError):
+        return ApiError(503, error.kind, message, headers={"retry-after": "5"})
+    if isinstance(error, UsageError):
+        field = error.facts.get("field")
+        return ApiError(400, error.kind, message, param=field if isinstance(field, str) else None)
+    if isinstance(error, TokenizerError):
+        # The template was stopped over these messages: the caller's text, or the template, is at fault.
+        return ApiError(400, error.kind, message, param="messages")
+    if isinstance(error, PackhorseError):
+        status = 400 if error.exit_code == 3 else 500
+        return ApiError(status, error.kind, message)
+    return ApiError(500, "internal_error", "A fault of the server; its log has more under this request's id.")
+
+
+__all__ = ["ApiError", "InvalidRequestError", "bad_field", "to_api_error"]

@@ -1,0 +1,111 @@
+"""Figures for Prometheus. Every name starts with packhorse_."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from packhorse.core.types import Usage
+from packhorse.server.worker import Status, Worker
+
+if TYPE_CHECKING:
+    from packhorse.store.kv import KVStore
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 400)
+
+
+class Metrics:
+    """Counters of finished calls, and what the engine holds now."""
+
+    def __init__(self, worker: Callable[[], Worker]) -> None:
+        self._registry = CollectorRegistry()
+        own: Any = {"registry": self._registry, "namespace": "packhorse"}
+        self.requests = Counter("requests", "Calls by path and status.", ["path", "status"], **own)
+        self.errors = Counter("errors", "Calls that ended with an error, by its code.", ["code"], **own)
+        self.gone = Counter("disconnects", "Clients that left before their answer was complete.", **own)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts, read or reused.", **own)
+        self._cached = Counter("cached_tokens", "Tokens of prompts that were reused.", **own)
+        self._generated = Counter("generated_tokens", "Tokens generated.", **own)
+        self._first = Histogram("first_token_seconds", "From call to first token.", buckets=SECONDS, **own)
+        self._whole = Histogram("request_seconds", "From call to end.", buckets=SECONDS, **own)
+        self._rate = Histogram(
+            "tokens_per_second", "Of one answer after its first token.", buckets=RATES, **own
+        )
+        self._registry.register(_Live(worker))
+
+    def count_answer(self, usage: Usage, first_s: float | None, whole_s: float) -> None:
+        """A call that generated has ended, whole or not."""
+        self._prompt.inc(usage.prompt_len)
+        self._cached.inc(usage.cached_len)
+        self._generated.inc(usage.generated_len)
+        self._whole.observe(whole_s)
+        if first_s is not None:
+            self._first.observe(first_s)
+            if usage.generated_len > 1 and whole_s > first_s:
+                self._rate.observe((usage.generated_len - 1) / (whole_s - first_s))
+
+    def text(self) -> bytes:
+        """The page, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Live(Collector):
+    """What is true at the moment of asking."""
+
+    def __init__(self, worker: Callable[[], Worker]) -> None:
+        self._worker = worker
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing to register ahead: names are unique."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        worker = self._worker()
+        health = GaugeMetricFamily("packhorse_health", "1 for the status of now.", labels=["status"])
+        for status in Status:
+            health.add_metric([status], worker.health.status is status)
+        yield health
+        snapshot = worker.snapshot
+        yield GaugeMetricFamily("packhorse_requests_running", "Requests computed now.", snapshot.running)
+        yield GaugeMetricFamily("packhorse_requests_waiting", "Requests in the queue.", snapshot.waiting)
+        yield CounterMetricFamily("packhorse_failed_steps", "Steps that failed.", worker.failed_steps)
+        resident = psutil.Process().memory_info().rss
+        yield GaugeMetricFamily("packhorse_process_resident_bytes", "Memory of the process.", resident)
+        if worker.session is not None and snapshot.store is not None:
+            stats, store = snapshot.store, worker.session.engine.store
+            pages = GaugeMetricFamily(
+                "packhorse_pages", "KV pages by tier and use.", labels=["tier", "state"]
+            )
+            pages.add_metric(["device", "free"], stats.pages_free)
+            pages.add_metric(["device", "used"], stats.pages_used)
+            pages.add_metric(["device", "cached"], stats.pages_cached)
+            yield pages
+            yield GaugeMetricFamily(
+                "packhorse_snapshots", "Recurrent states kept for reuse.", stats.snapshots
+            )
+            yield CounterMetricFamily("packhorse_evicted_entries", "Prefixes dropped.", stats.evicted_entries)
+            yield _bytes(store, stats.pages_free)
+
+
+def page_bytes(store: KVStore) -> int:
+    """Bytes of one page over all layers."""
+    return store.storage_bytes["pages"] // max(1, store.capacity // store.page_len)
+
+
+def _bytes(store: KVStore, pages_free: int) -> Metric:
+    gauge = GaugeMetricFamily(
+        "packhorse_bytes",
+        "Bytes by tier and consumer, as planned and as used.",
+        labels=["tier", "consumer", "kind"],
+    )
+    for consumer, planned in store.storage_bytes.items():
+        gauge.add_metric(["device", consumer, "planned"], planned)
+    used = store.storage_bytes["pages"] - pages_free * page_bytes(store)
+    gauge.add_metric(["device", "pages", "used"], used)
+    return gauge

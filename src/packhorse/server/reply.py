@@ -1,0 +1,305 @@
+"""From the engine's events to answers in OpenAI's shape, whole or in pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from packhorse.core.errors import PackhorseError
+from packhorse.core.types import Event, FinishReason, TokenLogprob, Usage
+from packhorse.server.prompt import Prepared
+from packhorse.text import tools as tool_text
+from packhorse.text.reasoning import ThoughtSplitter
+from packhorse.text.tokenizer import Tokenizer
+from packhorse.text.tools import ToolCall, ToolCallSplitter
+
+FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of one choice. logprobs: in the shape of the endpoint. finish: the last of the choice."""
+
+    index: int
+    body: dict[str, Any]
+    logprobs: dict[str, Any] | None = None
+    finish: str | None = None
+
+
+@dataclass
+class _Choice:
+    """One answer while it comes."""
+
+    index: int
+    group: int
+    thoughts: ThoughtSplitter | None
+    calls: ToolCallSplitter | None
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+    text_len: int = 0
+    begun: bool = False
+    finish: str | None = None
+    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
+
+
+class Reply:
+    """The answers of one call. `feed` takes the events in order; `done` when each choice has its finish.
+
+    echo: completions repeat the prompt. silent: nothing generated is shown (a completion of 0 tokens).
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        *,
+        request_id: str,
+        model: str,
+        want_logprobs: bool = False,
+        echo: bool = False,
+        silent: bool = False,
+    ) -> None:
+        self.prepared = prepared
+        self.id = request_id
+        self.model = model
+        self.created = int(time.time())
+        self.first_token_at: float | None = None
+        self._tokenizer = tokenizer
+        self._want_logprobs = want_logprobs
+        self._echo = echo
+        self._silent = silent
+        self._prompt_scores: list[list[TokenLogprob]] = [[] for _ in prepared.groups]
+        self._choices: dict[str, _Choice] = {}
+        for group, requests in enumerate(prepared.groups):
+            for request in requests:
+                self._choices[request.id] = self._new_choice(len(self._choices), group)
+
+    def _new_choice(self, index: int, group: int) -> _Choice:
+        if not self.prepared.is_chat:
+            return _Choice(index, group, None, None)
+        tools = self.prepared.tools
+        interrupt = tool_text.OPEN if tools else None
+        thoughts = ThoughtSplitter(inside=self.prepared.inside, interrupt=interrupt)
+        return _Choice(index, group, thoughts, ToolCallSplitter(tools) if tools else None)
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish is not None for choice in self._choices.values())
+
+    @property
+    def finishes(self) -> list[str | None]:
+        """Why each choice ended, None for those that have not."""
+        return [choice.finish for choice in self._choices.values()]
+
+    @property
+    def counts(self) -> Usage:
+        """Tokens so far; a prompt that several choices share counts once."""
+        heads = [self._choices[group[0].id].usage for group in self.prepared.groups]
+        prompt_len = sum(len(group[0].token_ids) for group in self.prepared.groups)
+        generated = 0 if self._silent else sum(c.usage.generated_len for c in self._choices.values())
+        return Usage(prompt_len, sum(u.cached_len for u in heads), generated)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The counts as a usage object."""
+        counts = self.counts
+        return {
+            "prompt_tokens": counts.prompt_len,
+            "completion_tokens": counts.generated_len,
+            "total_tokens": counts.prompt_len + counts.generated_len,
+            "prompt_tokens_details": {"cached_tokens": counts.cached_len},
+        }
+
+    def feed(self, event: Event) -> list[Delta]:
+        """What is new. Raises the event's error: the call has failed then."""
+        choice = self._choices[event.request_id]
+        if event.usage.prompt_len:
+            choice.usage = event.usage
+        self._prompt_scores[choice.group] += event.prompt_logprobs
+        if event.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
+            raise event.error or PackhorseError("The request ended without an answer.")
+        if event.token_ids and self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        choice.scores += event.logprobs
+        deltas: list[Delta] = []
+        if event.token_ids or event.finish is not None:
+            make = self._chat_deltas if self.prepared.is_chat else self._text_deltas
+            deltas = list(make(choice, event))
+        if event.finish is not None:
+            choice.finish = "tool_calls" if choice.tool_calls else FINISH[event.finish]
+            deltas.append(Delta(choice.index, {}, finish=choice.finish))
+        return deltas
+
+    def _chat_deltas(self, choice: _Choice, event: Event) -> Iterator[Delta]:
+        assert choice.thoughts is not None
+        splits = [choice.thoughts.feed(event.text)] if event.text else []
+        if event.finish is not None:
+            splits.append(choice.thoughts.finish())
+        bodies: list[dict[str, Any]] = []
+        for thought, answer in splits:
+            if thought:
+                choice.reasoning += thought
+                bodies.append({"reasoning_content": thought})
+            if choice.calls is None:
+                bodies += self._parts(choice, [answer] if answer else [])
+            elif answer:
+                bodies += self._parts(choice, choice.calls.feed(answer))
+        if event.finish is not None and choice.calls is not None:
+            bodies += self._parts(choice, choice.calls.finish())
+        logprobs = self._chat_logprobs(event.logprobs)
+        if not choice.begun:
+            choice.begun = True
+            bodies = [{"role": "assistant", "content": ""}, *bodies]
+        if logprobs is not None and not bodies:
+            bodies = [{}]
+        for place, body in enumerate(bodies):
+            # Log-probabilities go with the last piece: text may lag behind its tokens.
+            yield Delta(choice.index, body, logprobs if place == len(bodies) - 1 else None)
+
+    def _parts(self, choice: _Choice, parts: Sequence[str | ToolCall]) -> list[dict[str, Any]]:
+        bodies: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, str):
+                choice.text += part
+                bodies.append({"content": part})
+                continue
+            call = {
+                "id": f"call_{self.id.removeprefix('req-')}_{choice.index}_{len(choice.tool_calls)}",
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.arguments},
+            }
+            bodies.append({"tool_calls": [{"index": len(choice.tool_calls), **call}]})
+            choice.tool_calls.append(call)
+        return bodies
+
+    def _chat_logprobs(self, scores: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._want_logprobs or not scores:
+            return None
+        return {"content": [self._chat_score(score) for score in scores], "refusal": None}
+
+    def _chat_score(self, score: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token_id, logprob) for token_id, logprob in score.top]
+        return {**self._token(score.token_id, score.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
+
+    def _text_deltas(self, choice: _Choice, event: Event) -> Iterator[Delta]:
+        prompt = self.prepared.texts[choice.group] if self._echo and not choice.begun else ""
+        scores: list[tuple[int, TokenLogprob | None]] = []
+        if self._echo and not choice.begun and self._want_logprobs:
+            first = self.prepared.groups[choice.group][0].token_ids[0]
+            scores += [(first, None), *((s.token_id, s) for s in self._prompt_scores[choice.group])]
+        choice.begun = True
+        text = prompt
+        if not self._silent:
+            text += event.text
+            scores += [(s.token_id, s) for s in event.logprobs]
+        choice.text += text
+        logprobs = self._text_logprobs(choice, scores) if scores else None
+        if text or logprobs is not None:
+            yield Delta(choice.index, {"text": text}, logprobs)
+
+    def _text_logprobs(
+        self, choice: _Choice, scores: Sequence[tuple[int, TokenLogprob | None]]
+    ) -> dict[str, Any]:
+        body: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token_id, score in scores:
+            piece = self._tokenizer.id_to_piece(token_id)
+            body["tokens"].append(piece)
+            body["token_logprobs"].append(None if score is None else score.logprob)
+            top = {} if score is None else {self._tokenizer.id_to_piece(i): p for i, p in score.top}
+            body["top_logprobs"].append(top or None)
+            body["text_offset"].append(choice.text_len)
+            choice.text_len += len(piece)
+        return body
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """A delta as a chunk of a stream."""
+        content = {"delta": delta.body} if self.prepared.is_chat else {"text": "", **delta.body}
+        choice = {"index": delta.index, **content, "logprobs": delta.logprobs, "finish_reason": delta.finish}
+        return {**self._head(stream=True), "choices": [choice]}
+
+    def progress_chunk(self, event: Event, waited_s: float) -> dict[str, Any]:
+        """How far the prompt has been read: the shape of llama.cpp's prompt_progress, and the time left."""
+        total, cached = event.usage.prompt_len, event.usage.cached_len
+        done, read = event.read_len, max(event.read_len - cached, 0)
+        left = None if not read else round(waited_s * (total - done) / read * 1000)
+        progress = {
+            "total": total,
+            "cache": cached,
+            "processed": done,
+            "time_ms": round(waited_s * 1000),
+            "time_left_ms": left,
+        }
+        index = self._choices[event.request_id].index
+        content: dict[str, Any] = {"delta": {}} if self.prepared.is_chat else {"text": ""}
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
+        return {**self._head(stream=True), "choices": [choice], "prompt_progress": progress}
+
+    def last_chunks(self, include_usage: bool) -> list[dict[str, Any]]:
+        """What follows the last delta: the counts where they were asked for, and the report."""
+        chunks = []
+        if self.prepared.report:
+            chunks.append({**self._head(stream=True), "choices": [], "packhorse": self.prepared.report})
+        if include_usage:
+            chunks.append({**self._head(stream=True), "choices": [], "usage": self.usage})
+        return chunks
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The answer in one piece. deltas: all that `feed` returned."""
+        choices = [
+            self._whole_chat(choice) if self.prepared.is_chat else self._whole_text(choice, deltas)
+            for choice in self._choices.values()
+        ]
+        body = {**self._head(stream=False), "choices": choices, "usage": self.usage}
+        if self.prepared.report:
+            body["packhorse"] = self.prepared.report
+        return body
+
+    def _whole_chat(self, choice: _Choice) -> dict[str, Any]:
+        content = choice.text if choice.text or not choice.tool_calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.tool_calls:
+            message["tool_calls"] = choice.tool_calls
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._chat_logprobs(choice.scores),
+            "finish_reason": choice.finish,
+        }
+
+    def _whole_text(self, choice: _Choice, deltas: Sequence[Delta]) -> dict[str, Any]:
+        logprobs: dict[str, list[Any]] | None = None
+        for delta in deltas:
+            if delta.index == choice.index and delta.logprobs is not None:
+                logprobs = logprobs or {name: [] for name in delta.logprobs}
+                for name, values in delta.logprobs.items():
+                    logprobs[name] += values
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish,
+        }
+
+    def _head(self, *, stream: bool) -> dict[str, Any]:
+        kind = "chat.completion" if self.prepared.is_chat else "text_completion"
+        if self.prepared.is_chat and stream:
+            kind += ".chunk"
+        prefix = "chatcmpl-" if self.prepared.is_chat else "cmpl-"
+        name = prefix + self.id.removeprefix("req-")
+        return {"id": name, "object": kind, "created": self.created, "model": self.model}

@@ -1,0 +1,147 @@
+"""Answers that take long: kept alive while nothing comes, given up when the client has gone.
+
+    frames --> | first one, or keep_alive s | --> status and headers --> body, with fillers in the gaps
+                                client gone, or reading nothing for stall s --> on_close
+
+Until the first frame or filler the status is open, so an error that comes early has its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from packhorse.server.errors import to_api_error
+
+SSE_FILLER = b": keep-alive\n\n"
+JSON_FILLER = b" "
+"""Blanks before a document are JSON."""
+
+
+class BrokenAnswerError(Exception):
+    """An answer has failed after its status was sent: the connection is cut, lest anybody take it whole."""
+
+
+class LongResponse(Response):
+    """A response made of frames that come late.
+
+    frames: bytes in order; an error it raises becomes an error answer. on_close(gone) is called once at the
+    end, gone where the client left first.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        *,
+        request_id: str,
+        sse: bool,
+        keep_alive: float,
+        stall: float,
+        on_close: Callable[[bool], None],
+        headers: dict[str, str],
+    ) -> None:
+        self.frames = frames
+        self.request_id = request_id
+        self.sse = sse
+        self.keep_alive = keep_alive
+        self.stall = stall
+        self.on_close = on_close
+        self.status_code = 200
+        self.background = None
+        kind = "text/event-stream; charset=utf-8" if sse else "application/json"
+        own = (
+            {"content-type": kind, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            if sse
+            else {"content-type": kind}
+        )
+        self.init_headers({**own, **headers})
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or stop where the client goes."""
+        gone = asyncio.ensure_future(_disconnected(receive))
+        finished = False
+        try:
+            finished = await self._pump(scope, receive, send, gone)
+        finally:
+            gone.cancel()
+            self.on_close(not finished)
+            await _close(self.frames)
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Future[None]) -> bool:
+        """Whether everything was sent."""
+        filler = SSE_FILLER if self.sse else JSON_FILLER
+        while True:
+            step: asyncio.Future[bytes | None] = asyncio.ensure_future(anext(self.frames, None))
+            try:
+                while not step.done():
+                    both: set[asyncio.Future[Any]] = {step, gone}
+                    waited, _ = await asyncio.wait(
+                        both, timeout=self.keep_alive, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if gone in waited:
+                        return False
+                    if not waited and not await self._send(send, filler):
+                        return False
+            finally:
+                if not step.done():
+                    step.cancel()
+                    await asyncio.wait({step})
+            try:
+                frame = step.result()
+            except Exception as error:
+                await self._fail(scope, receive, send, error)
+                return True
+            if frame is None:
+                await self._send(send, b"", more=False)
+                return True
+            if not await self._send(send, frame):
+                return False
+
+    async def _fail(self, scope: Scope, receive: Receive, send: Send, error: Exception) -> None:
+        problem = to_api_error(error)
+        if not self._started:
+            self.status_code = problem.status
+            await problem.response(self.request_id)(scope, receive, send)
+        elif self.sse:
+            await self._send(send, sse_frame(problem.body(self.request_id)))
+            await self._send(send, sse_frame("[DONE]"), more=False)
+        else:
+            await self._send(send, json.dumps(problem.body(self.request_id)).encode())
+            raise BrokenAnswerError from error
+        if problem.status >= 500:
+            raise error
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> bool:
+        """False where the client takes nothing for `stall` seconds."""
+        try:
+            async with asyncio.timeout(self.stall):
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except (TimeoutError, OSError):
+            return False
+        return True
+
+
+def sse_frame(document: Any) -> bytes:
+    """One event: a JSON document, or a text as it is."""
+    text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
+    return f"data: {text}\n\n".encode()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _close(frames: AsyncIterator[bytes]) -> None:
+    close = getattr(frames, "aclose", None)
+    if close is not None:
+        await close()

@@ -1,0 +1,389 @@
+"""The engine's own thread: commands in, events out, and what is to be said of its health.
+
+    event loop                         engine thread
+    submit(job) --> commands ------->  engine.add
+    leave(job)  -->                    engine.cancel, or read on where the job asked for that
+    job.events  <-- one call a step -- engine.step
+
+An engine is not thread-safe, so no other thread touches it. What others may know of it is in `Snapshot`,
+which is replaced whole after each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from packhorse.core.errors import PackhorseError
+from packhorse.core.types import Event, FinishReason, Request, Usage
+
+if TYPE_CHECKING:
+    from packhorse.engine.engine import Engine
+    from packhorse.engine.session import Session
+    from packhorse.store.kv import StoreStats
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail one after the other before the engine is given up."""
+DEGRADED_S = 600.0
+"""How long health remembers a failed step."""
+STALLED_S = 120.0
+"""A step that takes longer than this makes health say so."""
+
+
+class StepError(PackhorseError):
+    """A step failed, and with it every request that had a part in it."""
+
+    kind = "step_failed"
+
+
+class StoppedError(PackhorseError):
+    """The engine has ended, or is ending: no answer will come."""
+
+    kind = "stopped"
+
+
+class Status(StrEnum):
+    """What /health says."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Health:
+    """Status, and why it is not `ready`. since: seconds of the monotonic clock."""
+
+    status: Status
+    reason: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine between two steps: requests that wait and that run, and what the store holds."""
+
+    waiting: int = 0
+    running: int = 0
+    store: StoreStats | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """The requests of one call, in groups. The first of a group begins; the others, which have the same
+    prompt, follow when it has been read, and read nothing.
+
+    events: what the engine said, in order, for whoever answers. read_on: a caller who leaves wants the prompt
+    read to its end. accepted: done when the engine has taken the first requests, or the error of its refusal.
+    """
+
+    groups: list[list[Request]]
+    read_on: bool = False
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    left: bool = False
+    to_come: dict[str, list[Request]] = field(default_factory=dict)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+
+class Worker:
+    """Loads a model in a thread of its own and serves jobs with it.
+
+    open_session(progress) makes the session, in the thread. on_end(error) is called in the event loop when
+    the thread has ended: None where it was asked to. Counters (`failed_steps`, ...) only grow.
+    """
+
+    def __init__(
+        self,
+        open_session: Callable[[Callable[[int, int], None]], Session],
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        self.session: Session | None = None
+        self.snapshot = Snapshot()
+        self.failed_steps = 0
+        self._num_live = 0
+        self.durations: deque[float] = deque(maxlen=32)
+        self._open_session = open_session
+        self._on_end = on_end
+        self._health = Health(Status.LOADING, "the model is being loaded")
+        self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._jobs: dict[str, Job] = {}
+        self._started: dict[str, float] = {}
+        self._step_began: float | None = None
+        self._failures_in_a_row = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load; to be called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End every request, and the thread after the step it is in."""
+        self._commands.put(("stop", None))
+        await asyncio.to_thread(self._thread.join, 30.0)
+
+    @property
+    def health(self) -> Health:
+        """What is to be said now."""
+        health, now = self._health, time.monotonic()
+        if health.status is Status.DEGRADED and now - health.since > DEGRADED_S:
+            health = self._health = Health(Status.READY)
+        began = self._step_began
+        if began is not None and now - began > STALLED_S and health.status is not Status.FAILED:
+            return Health(Status.DEGRADED, f"a step has been running for {now - began:.0f} s", began)
+        return health
+
+    @property
+    def live(self) -> int:
+        """Requests of jobs that have not ended, waiting or running."""
+        return self._num_live
+
+    def retry_after(self, capacity: int) -> int:
+        """Seconds after which a place should be free, from how long recent requests took."""
+        if not self.durations:
+            return 1
+        mean = sum(self.durations) / len(self.durations)
+        return max(1, min(60, round(mean * max(1, self.live) / max(1, capacity) / 2)))
+
+    async def submit(self, job: Job) -> None:
+        """Hand a job to the engine; returns when it has been accepted.
+
+        Raises what Engine.add raises, and StoppedError: then nothing was queued. Where this is cancelled the
+        job is left.
+        """
+        if self._health.status is Status.FAILED or not self._thread.is_alive():
+            raise StoppedError("The engine has stopped.", hint="See /health.")
+        self._num_live += job.num_requests
+        self._commands.put(("add", job))
+        try:
+            await asyncio.shield(job.accepted)
+        except asyncio.CancelledError:
+            self.leave(job)
+            raise
+
+    def leave(self, job: Job) -> None:
+        """Nobody waits for the job any more. Its requests end within one step; nothing happens to those that
+        have ended."""
+        if not job.left:
+            job.left = True
+            self._commands.put(("leave", job))
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self.session = self._open_session(self._progress)
+            self._health = Health(Status.READY, since=time.monotonic())
+            self._publish()
+            self._serve()
+        except BaseException as raised:
+            error = raised
+            self._health = Health(Status.FAILED, f"{type(raised).__name__}: {raised}", time.monotonic())
+            if not isinstance(raised, PackhorseError):
+                traceback.print_exception(raised, file=sys.stderr)
+        self._end_all(StoppedError("The engine has stopped.", hint="See /health and the server's log."))
+        with contextlib.suppress(RuntimeError):  # the loop may have closed already
+            self._loop.call_soon_threadsafe(self._on_end, error)
+
+    def _progress(self, done: int, total: int) -> None:
+        self._health = Health(Status.LOADING, f"{done} of {total} tensors loaded")
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.session is not None
+        return self.session.engine
+
+    def _serve(self) -> None:
+        """Until told to stop: take commands, compute a step, deliver what came of it."""
+        while self._take_commands():
+            if self._engine.has_work:
+                self._deliver(self._step())
+                self._publish()
+
+    def _take_commands(self) -> bool:
+        """Waits for one where there is nothing to compute. False: stop."""
+        block = not self._engine.has_work
+        while True:
+            try:
+                name, job = self._commands.get(block=block)
+            except queue.Empty:
+                return True
+            block = False
+            if name == "stop" or job is None:
+                return False
+            if name == "add":
+                self._begin(job)
+            else:
+                self._drop(job)
+            self._publish()
+            block = not self._engine.has_work
+
+    def _begin(self, job: Job) -> None:
+        begun: list[Request] = []
+        try:
+            for first, *others in job.groups:
+                self._add(job, first)
+                begun.append(first)
+                job.to_come[first.id] = others
+        except Exception as error:
+            for request in begun:
+                self._engine.cancel(request.id)
+                self._forget(request.id)
+            self._call(self._refused, job, error)
+            return
+        self._call(self._accept, job)
+
+    def _add(self, job: Job, request: Request) -> None:
+        self._engine.add(request)
+        self._jobs[request.id] = job
+        self._started[request.id] = time.monotonic()
+
+    def _drop(self, job: Job) -> None:
+        """The caller has gone: cancel at once, or where it asked for that when its prompt has been read."""
+        for group in job.groups:
+            for request in group:
+                self._drop_request(job, request)
+
+    def _drop_request(self, job: Job, request: Request) -> None:
+        sequence = self._engine.scheduler.find(request.id)
+        if sequence is None or (job.read_on and not sequence.generated):
+            return
+        event = self._engine.cancel(request.id)
+        assert event is not None
+        self._deliver([event])
+
+    def _step(self) -> list[Event]:
+        self._step_began = time.monotonic()
+        try:
+            events: list[Event] = self._engine.step()
+        except Exception as error:
+            return self._survive(error)
+        finally:
+            self._step_began = None
+        if self._failures_in_a_row and events:
+            self._failures_in_a_row = 0
+        return events
+
+    def _survive(self, error: Exception) -> list[Event]:
+        """A step failed: its requests end with an error, the others go on. Raises where that is hopeless."""
+        self.failed_steps += 1
+        self._failures_in_a_row += 1
+        traceback.print_exception(error, file=sys.stderr)
+        reason = f"{type(error).__name__}: {error}"
+        if self._failures_in_a_row >= MAX_FAILED_STEPS:
+            raise StoppedError(
+                f"{self._failures_in_a_row} steps failed one after the other, the last with {reason}",
+                hint="The engine is given up. With --supervise it is started again.",
+            ) from error
+        failed = StepError(f"The step that computed this request failed: {reason}")
+        events: list[Event] = self._engine.abandon(failed)
+        done = {event.request_id for event in events}
+        # A step that failed while it reported has ended some requests whose events are lost.
+        lost = [i for i in self._jobs if i not in done and self._engine.scheduler.find(i) is None]
+        events += [_ended(request_id, failed) for request_id in lost]
+        self._health = Health(
+            Status.DEGRADED, f"a step failed, {len(events)} requests with it: {reason}", time.monotonic()
+        )
+        return events
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Pass events on in one call, and begin what has waited for a prompt to be read."""
+        deliveries: list[tuple[Job, Event]] = []
+        for event in events:
+            job = self._jobs[event.request_id]
+            deliveries.append((job, event))
+            if event.usage.generated_len or event.finish is not None:
+                deliveries += self._follow(job, event.request_id)
+            if event.finish is not None:
+                self._forget(event.request_id)
+            elif job.left and event.usage.generated_len:
+                # Its prompt has been read to the end, as its caller had asked before it left.
+                ended = self._engine.cancel(event.request_id)
+                if ended is not None:
+                    deliveries.append((job, ended))
+                    self._forget(event.request_id)
+        if deliveries:
+            self._call(self._receive, deliveries)
+
+    def _follow(self, job: Job, request_id: str) -> list[tuple[Job, Event]]:
+        """Begin the requests that share the prompt of one that has been read."""
+        failed: list[tuple[Job, Event]] = []
+        for request in job.to_come.pop(request_id, []):
+            if job.left:
+                failed.append((job, _ended(request.id, StoppedError("The caller has gone."))))
+                continue
+            try:
+                self._add(job, request)
+            except Exception as error:
+                failed.append((job, _ended(request.id, error)))
+        return failed
+
+    def _forget(self, request_id: str) -> None:
+        del self._jobs[request_id]
+        self.durations.append(time.monotonic() - self._started.pop(request_id))
+
+    def _end_all(self, error: PackhorseError) -> None:
+        """Every request that is live, or still in a command, ends with `error`."""
+        events = [(job, _ended(request_id, error)) for request_id, job in self._jobs.items()]
+        events += [
+            (job, _ended(request.id, error))
+            for job in {id(job): job for job in self._jobs.values()}.values()
+            for others in job.to_come.values()
+            for request in others
+        ]
+        self._jobs.clear()
+        self._call(self._receive, events)
+        while True:
+            try:
+                name, job = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if name == "add" and job is not None:
+                self._call(self._refused, job, error)
+
+    def _publish(self) -> None:
+        scheduler = self._engine.scheduler
+        self.snapshot = Snapshot(len(scheduler.waiting), len(scheduler.running), self._engine.store.stats)
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # What follows runs in the event loop.
+
+    def _accept(self, job: Job) -> None:
+        if not job.accepted.done():
+            job.accepted.set_result(None)
+
+    def _refused(self, job: Job, error: Exception) -> None:
+        self._num_live -= job.num_requests
+        if not job.accepted.done():
+            job.accepted.set_exception(error)
+            # A caller that has left does not look at it.
+            job.accepted.exception()
+
+    def _receive(self, deliveries: Sequence[tuple[Job, Event]]) -> None:
+        for job, event in deliveries:
+            if event.finish is not None:
+                self._num_live -= 1
+            job.events.put_nowait(event)
+
+
+def _ended(request_id: str, error: Exception) -> Event:
+    return Event(request_id, Usage(0, 0, 0), finish=FinishReason.ERROR, error=error)
