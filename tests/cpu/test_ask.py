@@ -99,7 +99,7 @@ def test_json_and_stats(monkeypatch, capsys, tmp_path):
     assert json.loads(stats.read_text()) == {**found["usage"], **found["timings"]}
     # What was said on the way is in the document too.
     assert found["notes"] == captured.err.splitlines()[:-1]
-    assert "At temperature 0 nothing is drawn: the seed changes nothing." in found["notes"]
+    assert "At temperature 0 nothing is drawn: --seed changes nothing." in found["notes"]
 
 
 def test_question_from_standard_input(monkeypatch, capsys):
@@ -130,12 +130,20 @@ def test_drawing(capsys):
     assert said("--top-k", 1, "--seed", 1) == greedy == said("--min-p", 1, "--seed", 1)
 
 
+def test_options_that_do_nothing_are_named(monkeypatch, capsys):
+    script(monkeypatch, "Nine.<|im_end|>")
+    assert ask("--temperature", 0, "--top-p", 0.9, "--seed", 1, QUESTION) == 0
+    assert "nothing is drawn: --top-p, --seed changes nothing." in capsys.readouterr().err
+    assert ask("--temperature", 1, "--top-p", 0.9, "--seed", 1, QUESTION) == 0
+    assert "changes nothing" not in capsys.readouterr().err
+
+
 def test_sampling_fields():
     own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
     model = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert sampling_fields({"max_tokens": 3}, own, greedy=True) == {"max_tokens": 3}
     assert sampling_fields({"top_p": 0.5}, own, greedy=True) == {**model, "top_p": 0.5}
-    assert sampling_fields({"temperature": 0.0}, own, greedy=True) == {**model, "temperature": 0.0}
+    assert sampling_fields({"temperature": 0.0}, own, greedy=True) == {"temperature": 0.0}
     assert sampling_fields({}, own, greedy=False) == model
     assert sampling_fields({"seed": 1}, {}, greedy=False) == {"seed": 1}
     assert sampling_fields({"top_k": 5}, {}, greedy=False) == {"top_k": 5, "temperature": 1.0}
@@ -298,7 +306,7 @@ def test_prompt_about_as_long_as_the_window(capsys, over):
     if over < 0:
         assert code == 0
         assert f"read {length} tokens" in captured.err.splitlines()[-1]
-        assert "cut after 1 tokens" in captured.err
+        assert "cut after 1 tokens: the window of 1024 tokens is full." in captured.err
         assert ask("--max-tokens", 2, question) == 3
         assert "make 1,025 tokens; the window holds 1,024" in capsys.readouterr().err
     else:

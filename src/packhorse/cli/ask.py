@@ -89,11 +89,11 @@ def command(
         model, config, say, cache=cache, offline=offline, chat_template=chat_template, raw=raw, think=think
     )
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
-    asking.warn_of_seed(sampling, say)
+    asking.warn_of_no_draw(given, sampling, say)
     prompt = compose(documents, asked)
     with asking.Display(stream=not json) as display:
         answer = session.answer(messages_of(prompt, system), **display.callbacks, **sampling)
-    asking.warn_of_cut(answer, say)
+    asking.warn_of_cut(answer, session.window, say)
     if json:
         print_json(describe(model, session.facts.name, answer, documents, notes))
     if stats is not None:

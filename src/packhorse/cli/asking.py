@@ -104,11 +104,12 @@ def sampling_fields(
 ) -> dict[str, Any]:
     """The fields of SamplingParams for a model, whose generation_config.json says `generation`.
 
-    greedy: without an option of SAMPLING nothing is drawn. Else what is not given is the model's own; where
-    it names no temperature either, that is 1 with such an option and 0 without.
+    At temperature 0, or with `greedy` and no option of SAMPLING, only what is given counts and nothing is
+    drawn. Else what is not given is the model's own; where it names no temperature either, that is 1 with
+    such an option and 0 without.
     """
     asked = any(name in given for name in SAMPLING)
-    if greedy and not asked:
+    if given.get("temperature") == 0 or (greedy and not asked):
         return dict(given)
     own = {name: value for name, value in generation.items() if name != "do_sample"}
     if generation.get("do_sample") is False:
@@ -152,17 +153,22 @@ def open_session(
     return session
 
 
-def warn_of_seed(sampling: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Says that a seed does nothing where nothing is drawn."""
-    if sampling.get("seed") is not None and not sampling.get("temperature"):
-        say("At temperature 0 nothing is drawn: the seed changes nothing.")
+def warn_of_no_draw(
+    given: Mapping[str, Any], sampling: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Says which of the options that were given do nothing, because nothing is drawn."""
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
+    if idle and not sampling.get("temperature"):
+        say(f"At temperature 0 nothing is drawn: {', '.join(idle)} changes nothing.")
 
 
-def warn_of_cut(answer: Answer, say: Callable[[str], None]) -> None:
-    """Says that an answer, or the thought before it, was cut."""
+def warn_of_cut(answer: Answer, window: int, say: Callable[[str], None]) -> None:
+    """Says that an answer, or the thought before it, was cut, and what would let it end."""
     if answer.finish is FinishReason.LENGTH:
         cut = "The answer was cut" if answer.text else "The model was still thinking"
-        say(f"{cut} after {answer.usage.generated_len} tokens: a larger --max-tokens lets it end.")
+        full = answer.usage.prompt_len + answer.usage.generated_len >= window
+        way = f"the window of {window} tokens is full" if full else "a larger --max-tokens lets it end"
+        say(f"{cut} after {answer.usage.generated_len} tokens: {way}.")
 
 
 def describe_answer(answer: Answer) -> dict[str, Any]:

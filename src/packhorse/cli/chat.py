@@ -59,7 +59,7 @@ def command(
         model, config, note, cache=cache, offline=offline, chat_template=chat_template, think=think
     )
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=False)
-    asking.warn_of_seed(sampling, note)
+    asking.warn_of_no_draw(given, sampling, note)
     conversation = Conversation(session, sampling, system, documents, stream=not json)
     if sys.stdin.isatty():
         note("Ask away; /help lists commands.")
@@ -133,7 +133,7 @@ class Conversation:
         self.documents = []
         self.turns.append({"question": question, **asking.describe_answer(answer)})
         self._held = answer.usage.prompt_len + answer.usage.generated_len
-        asking.warn_of_cut(answer, note)
+        asking.warn_of_cut(answer, self.session.window, note)
         note(answer.summary)
 
     def _reset(self, _: str) -> None:
