@@ -6,6 +6,7 @@ turn; without one it answers as its weights say. Its prompts are read by the rea
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -23,9 +24,8 @@ from typing import Any
 import httpx
 import torch
 import uvicorn
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import chats
 import oracle
 from packhorse.core.config import EngineConfig
 from packhorse.engine.runner import Runner
@@ -72,6 +72,23 @@ TEMPLATE = """
 """  # noqa: E501
 
 
+def _byte_tokenizer() -> Tokenizer:
+    """A token a byte, 256 <|im_start|>, 257 <|im_end|>, and marks of thoughts and calls, which are text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", END)]
+    )
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in marks])
+    return tokenizer
+
+
+TOKENIZER = _byte_tokenizer()
+
+
 @cache
 def folder(family: str = "qwen3_5", template: str = TEMPLATE, context: int = 8192) -> Path:
     """A checkpoint folder, one a process; nobody may change it."""
@@ -83,9 +100,7 @@ def folder(family: str = "qwen3_5", template: str = TEMPLATE, context: int = 819
         # Its own answers are printable ASCII and never end: what ends them is what a test asks for.
         model.lm_head.weight[94:] = 0
     oracle.save(model, path)
-    tokenizer = chats.byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>")])
-    tokenizer.save(str(path / "tokenizer.json"))
+    TOKENIZER.save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(template)
     return path
 
@@ -97,7 +112,7 @@ class ScriptedRunner(Runner):
     pace: float = 0.0
 
     def run(self, step: Step, views: list) -> torch.Tensor:
-        logits = super().run(step, views)
+        logits = super().run(step, views).clone()
         if self.pace:
             time.sleep(self.pace)
         if self.fail is not None:
@@ -117,10 +132,6 @@ class ScriptedRunner(Runner):
         return TOKENIZER.encode(found[-1]).ids if found else None
 
 
-TOKENIZER = chats.byte_tokenizer()
-TOKENIZER.add_tokens([AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>")])
-
-
 class Live:
     """A server that runs. url: without a slash at its end."""
 
@@ -131,6 +142,7 @@ class Live:
         self.service = service
         self.log = log
         self.pid = pid or os.getpid()
+        self.child: Any = None
 
     @property
     def runner(self) -> ScriptedRunner:
@@ -162,6 +174,10 @@ class Live:
                     events.append(line)
         return events
 
+    def records(self) -> list[dict[str, Any]]:
+        """The request log so far (scripted servers)."""
+        return [json.loads(line) for line in self.log.getvalue().splitlines() if line.startswith("{")]
+
     def wait(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         """Until a condition holds; fails where it does not within some seconds."""
         deadline = time.monotonic() + seconds
@@ -187,13 +203,17 @@ def scripted(
     keyring: Keyring | None = None,
     model: ModelConfig | None = None,
     path: Path | None = None,
+    opening: Callable[[], None] | None = None,
 ) -> Iterator[Live]:
-    """A server in a thread of this process, over the scripted model."""
+    """A server in a thread of this process, over the scripted model. opening: called before the model is
+    loaded; where it is given nobody waits for the end of loading."""
     config = config or ServerConfig(port=0)
     engine = engine or EngineConfig(context=4096, sequences=4, threads=1, exact=True)
     listener = bind(config)
 
     def open_session(progress: Callable[[int, int], None]) -> Session:
+        if opening is not None:
+            opening()
         session = Session.open(path or folder(), engine, progress=progress)
         session.engine.runner = ScriptedRunner(session.engine.runner.model)
         return session
@@ -201,20 +221,20 @@ def scripted(
     worker = Worker(open_session, lambda error: None)
     model = model or ModelConfig(engine=engine)
     service = Service(str(path or folder()), config, model, keyring or Keyring([]), worker)
-    log = open(os.devnull, "w")  # noqa: SIM115
+    log = io.StringIO()
     server = uvicorn.Server(server_settings(make_app(service, log=log), config))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     live = Live(f"http://127.0.0.1:{listener.getsockname()[1]}", service, log)
     try:
-        live.wait(lambda: worker.health.status != "loading", 60)
-        assert worker.health.status == "ready", worker.health.reason
+        if opening is None:
+            live.wait(lambda: worker.health.status != "loading", 60)
+            assert worker.health.status == "ready", worker.health.reason
         yield live
     finally:
         server.should_exit = True
         thread.join(30)
         listener.close()
-        log.close()
 
 
 @contextmanager
@@ -226,6 +246,7 @@ def process(*options: str, path: Path | None = None, ready: bool = True) -> Iter
         child = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL)
         try:
             live = Live(_url(child, log), log=log, pid=child.pid)
+            live.child = child
             if ready:
                 live.wait(lambda: live.get("/health").status_code == 200, 60)
             yield live

@@ -41,7 +41,7 @@ def note(text: str) -> None:
 
 def print_json(document: Any) -> None:
     """One document on standard output."""
-    print(json.dumps(document, ensure_ascii=False, indent=1, default=str))
+    print(json.dumps(document, ensure_ascii=False, indent=1, default=str), flush=True)
 
 
 @contextmanager

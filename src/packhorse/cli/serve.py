@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packhorse.cli import asking
-from packhorse.cli.common import CacheOption, ModelArgument, OfflineOption, find_model, note
+from packhorse.cli.common import (
+    CacheOption,
+    JsonOption,
+    ModelArgument,
+    OfflineOption,
+    find_model,
+    note,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from packhorse.engine.session import Session
@@ -101,6 +109,7 @@ def command(
     keep_alive: KeepAliveOption = None,
     log_contents: LogContentsOption = None,
     supervise: SuperviseOption = False,
+    json: JsonOption = False,
     cache: CacheOption = None,
     offline: OfflineOption = False,
 ) -> None:
@@ -149,4 +158,9 @@ def command(
         note(f"ready: {session.window:,} tokens of context, {model_config.engine.sequences} requests at once")
         return session
 
-    run.serve(model, settings, model_config, open_session, note)
+    def listening(url: str, served: str) -> None:
+        note(f"listening on {url} for {served}, loading it")
+        if json:
+            print_json({"url": url, "model": served})
+
+    run.serve(model, settings, model_config, open_session, listening)

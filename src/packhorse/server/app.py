@@ -137,6 +137,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def packhorse_error(request: Request, error: PackhorseError) -> Response:
         return respond(request, to_api_error(error))
 
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        return respond(request, to_api_error(error))
+
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")

@@ -112,9 +112,8 @@ class Gate:
         try:
             entered = self._enter(Headers(scope=scope), call)
             await self.app(scope, receive, send_with_id)
-        except BrokenAnswerError as error:
-            call.code = to_api_error(error.__cause__ or error).code
-            # Returning with an unfinished body makes the server cut the connection.
+        except BrokenAnswerError:
+            pass  # returning with an unfinished body makes the server cut the connection
         except Exception as error:
             await self._answer_error(error, call, scope, receive, send_with_id)
         finally:

@@ -72,11 +72,10 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 
 def call_grammar(
-    form: ToolFormat, functions: Sequence[Mapping[str, Any]], *, opened: bool, special: bool
+    form: ToolFormat, functions: Sequence[Mapping[str, Any]], *, opened: bool, tokenizer: Tokenizer
 ) -> str:
-    """One call of one of `functions`. opened: the mark of its beginning has been written already. special:
-    the marks are special tokens of the model, which no plain text spells."""
-    first, last = (m if special else json.dumps(m) for m in (tools.OPEN, tools.CLOSE))
+    """One call of one of `functions`. opened: the mark of its beginning has been written already."""
+    first, last = (_mark(mark, tokenizer) for mark in (tools.OPEN, tools.CLOSE))
     lines = [f'start: {"" if opened else f"LEAD? {first} "}"\\n" call "\\n" {last}\n']
     lines += ["" if opened else _LEAD]
     lines += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions))) + "\n"]
@@ -84,6 +83,11 @@ def call_grammar(
         make = _xml_call if form is ToolFormat.XML else _hermes_call
         lines += make(index, function["name"], function.get("parameters") or {})
     return "".join(lines)
+
+
+def _mark(mark: str, tokenizer: Tokenizer) -> str:
+    """A mark as a terminal. llguidance takes every token of the form <...> for one that text never spells."""
+    return mark if tokenizer.token_to_id(mark) is not None else json.dumps(mark)
 
 
 def _hermes_call(index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:

@@ -79,9 +79,12 @@ class Preparer:
         if asked.max_tokens == 0:
             raise bad_field("max_tokens", "max_tokens is 0.", "A chat answer needs at least 1.")
         plain = [_plain(m) for m in asked.messages]
-        messages, folded = fold(template, plain, options)
+        try:
+            messages, folded = fold(template, plain, options)
+            ids, marks = self._encode(template, messages, options)
+        except InvalidRequestError as error:
+            raise bad_field("messages", error.reason, error.hint) from error
         report: dict[str, Any] = {"folded_messages": folded} if folded else {}
-        ids, marks = self._encode(template, messages, options)
         if asked.truncation == "auto" and len(ids) + (wanted or 1) > self.window:
             kept, ids, marks = self._shorten(template, plain, options, self.window - (wanted or 1), len(ids))
             report["truncation"] = kept
@@ -309,7 +312,7 @@ class Preparer:
             if strict and not forced:
                 trigger = tool_text.OPEN
             grammar = call_grammar(
-                tool_format(template), calls, opened=trigger is not None, special=self._marks_are_special()
+                tool_format(template), calls, opened=trigger is not None, tokenizer=self.tokenizer
             )
             matcher = self.grammars.matcher(grammar, "tools")
         budget = asked.thinking_budget
@@ -322,10 +325,6 @@ class Preparer:
             trigger=trigger,
             budget=budget,
         )
-
-    def _marks_are_special(self) -> bool:
-        token_id = self.tokenizer.token_to_id(tool_text.OPEN)
-        return token_id is not None and self.tokenizer.is_special(token_id)
 
     def _group(
         self,

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -36,9 +38,10 @@ def serve(
     config: ServerConfig,
     model_config: ModelConfig,
     open_session: Callable[[Callable[[int, int], None]], Session],
-    say: Callable[[str], None],
+    listening: Callable[[str, str], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGTERM, or SIGINT, which is raised at the end. listening(url, name) is called when the port
+    is bound.
 
     Raises UsageError where the port cannot be bound or the keys cannot be read, what `open_session` raises,
     and the error of an engine that has ended.
@@ -56,10 +59,12 @@ def serve(
 
     worker = Worker(open_session, on_end)
     service = Service(model, config, model_config, keyring, worker)
-    server = uvicorn.Server(server_settings(make_app(service), config))
+    server = _Server(server_settings(make_app(service), config))
     host, port = listener.getsockname()[:2]
-    say(f"listening on http://{f'[{host}]' if ':' in host else host}:{port} for {service.name}, loading it")
+    listening(f"http://{f'[{host}]' if ':' in host else host}:{port}", service.name)
     server.run(sockets=[listener])
+    if server.interrupted:
+        raise KeyboardInterrupt
     if ended:
         error = ended[0]
         if isinstance(error, PackhorseError):
@@ -67,6 +72,27 @@ def serve(
         raise PackhorseError(
             f"The engine ended: {type(error).__name__}: {error}.", hint="The log above has more."
         )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which would end the process with the signal that stopped it."""
+
+    interrupted = False
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        handlers = {
+            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        super().handle_exit(sig, frame)
 
 
 def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:

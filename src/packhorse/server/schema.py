@@ -108,6 +108,7 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
+Stop = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -124,7 +125,7 @@ class _Sampling(_Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=1e-3, le=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_STOPS)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] | None = Field(None, max_length=MAX_STOPS)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None

@@ -184,8 +184,9 @@ class Service:
         await self.worker.submit(job)
         store = self.session.engine.store
 
-        def close(gone: bool) -> None:
+        def close(gone: bool, error: ApiError | None) -> None:
             self.worker.leave(job)
+            call.code = error.code if error is not None else None
             call.gone, call.usage, call.finish = gone, reply.counts, reply.finishes
             call.first_token_at = reply.first_token_at
             tokens = reply.counts.prompt_len + reply.counts.generated_len

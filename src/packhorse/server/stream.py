@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from packhorse.server.errors import to_api_error
+from packhorse.server.errors import ApiError, to_api_error
 
 SSE_FILLER = b": keep-alive\n\n"
 JSON_FILLER = b" "
@@ -30,8 +32,8 @@ class BrokenAnswerError(Exception):
 class LongResponse(Response):
     """A response made of frames that come late.
 
-    frames: bytes in order; an error it raises becomes an error answer. on_close(gone) is called once at the
-    end, gone where the client left first.
+    frames: bytes in order; an error it raises becomes an error answer. on_close(gone, error) is called once,
+    at the end: gone where the client left first, error where the frames ended in one.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class LongResponse(Response):
         sse: bool,
         keep_alive: float,
         stall: float,
-        on_close: Callable[[bool], None],
+        on_close: Callable[[bool, ApiError | None], None],
         headers: dict[str, str],
     ) -> None:
         self.frames = frames
@@ -61,6 +63,7 @@ class LongResponse(Response):
         )
         self.init_headers({**own, **headers})
         self._started = False
+        self._error: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop where the client goes."""
@@ -70,7 +73,7 @@ class LongResponse(Response):
             finished = await self._pump(scope, receive, send, gone)
         finally:
             gone.cancel()
-            self.on_close(not finished)
+            self.on_close(not finished, self._error)
             await _close(self.frames)
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Future[None]) -> bool:
@@ -104,9 +107,11 @@ class LongResponse(Response):
                 return False
 
     async def _fail(self, scope: Scope, receive: Receive, send: Send, error: Exception) -> None:
-        problem = to_api_error(error)
+        problem = self._error = to_api_error(error)
+        if problem.code == "internal_error":
+            print(f"{self.request_id}:", file=sys.stderr)
+            traceback.print_exception(error, file=sys.stderr)
         if not self._started:
-            self.status_code = problem.status
             await problem.response(self.request_id)(scope, receive, send)
         elif self.sse:
             await self._send(send, sse_frame(problem.body(self.request_id)))
@@ -114,8 +119,6 @@ class LongResponse(Response):
         else:
             await self._send(send, json.dumps(problem.body(self.request_id)).encode())
             raise BrokenAnswerError from error
-        if problem.status >= 500:
-            raise error
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> bool:
         """False where the client takes nothing for `stall` seconds."""
