@@ -266,3 +266,39 @@ def _url(child: subprocess.Popen, log: Any) -> str:
         assert child.poll() is None, text
         time.sleep(0.02)
     raise AssertionError("the server did not say where it listens")
+
+
+WORK_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/tokenize")
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "negative_data_rejection"
+)
+
+
+def draw_requests(seconds: int) -> list[int]:
+    """Run schemathesis for some seconds; the statuses of what it sent to work paths. Fails where it finds
+    anything, where the server logs a traceback, or where it is not healthy afterwards."""
+    with process("--context", "512", "--max-tokens", "4", "--keep-alive", "2") as live:
+        command = [
+            sys.executable,
+            "-m",
+            "schemathesis.cli",
+            "run",
+            live.url + "/openapi.json",
+            "--checks",
+            CHECKS,
+        ]
+        command += ["--max-time", str(seconds), "--request-timeout", "30", "--suppress-health-check", "all"]
+        done = subprocess.run(
+            [*command, "--warnings", "off"],
+            capture_output=True,
+            text=True,
+            timeout=seconds + 120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert live.get("/health").json() == {"status": "ready", "reason": None}
+        text = os.pread(live.log.fileno(), 1 << 28, 0).decode()
+        assert "Traceback" not in text, text[text.index("Traceback") :][:4000]
+        records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return [r["status"] for r in records if r["path"] in WORK_PATHS and r["method"] == "POST"]

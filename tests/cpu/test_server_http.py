@@ -88,7 +88,7 @@ FIELDS = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"content": "no role"}]}, "messages.0.role"),
-    ({"messages": [{"role": "critic", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "0"}, "temperature"),

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Entry] = {
     "chat": Entry("packhorse.cli.chat", "Ask question after question; what was read is not read again."),
     "demo": Entry("packhorse.cli.demo", "Watch a small model read a document once and answer two questions."),
     "serve": Entry("packhorse.cli.serve", "Serve a model through OpenAI's API."),
+    "bench": Entry("packhorse.cli.bench", "Measure a server under load."),
     "version": Entry("packhorse.cli.version", "Print the versions of packhorse and what it runs on."),
 }
 

@@ -48,7 +48,7 @@ def make_app(service: Service, *, log: TextIO | None = None) -> Gate:
     _add_error_handlers(app)
     _add_cors(app, service.config)
     make_openapi = app.openapi
-    app.openapi = lambda: _with_bodies(make_openapi())  # type: ignore[method-assign]
+    app.openapi = lambda: _with_bodies(make_openapi(), service)  # type: ignore[method-assign]
     return Gate(app, service.config, service.keyring, service.metrics, log)
 
 
@@ -117,9 +117,12 @@ def _only(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: _ERRORS[status] for status in statuses}
 
 
-def _with_bodies(document: dict[str, Any]) -> dict[str, Any]:
-    """The OpenAPI document with the schemas of the bodies."""
+def _with_bodies(document: dict[str, Any], service: Service) -> dict[str, Any]:
+    """The OpenAPI document with the schemas of the bodies, and the names of the model that is served."""
     _, made = models_json_schema([(body, "validation") for body in BODIES], ref_template=_REF)
+    names = list(dict.fromkeys((service.name, service.model)))
+    for body in BODIES:
+        made["$defs"][body.__name__]["properties"]["model"] = {"type": "string", "enum": names}
     document["components"]["schemas"].update(made["$defs"])
     return document
 

@@ -55,7 +55,7 @@ class Call:
             "id": self.id,
             "key": self.key.name if self.key else None,
             "method": self.method,
-            "path": self.path,
+            "path": self.path[:200],
             "status": self.status,
             "code": self.code,
             "model": self.model,
@@ -174,4 +174,5 @@ class Gate:
             first = None if call.first_token_at is None else call.first_token_at - call.started
             self.metrics.count_answer(call.usage, first, time.monotonic() - call.started)
         if call.path not in ("/health", "/metrics"):
-            print(json.dumps(call.record(), ensure_ascii=False), file=self.log, flush=True)
+            # Escaped: a line break of any kind in a path must not begin a line of the log.
+            print(json.dumps(call.record()), file=self.log, flush=True)

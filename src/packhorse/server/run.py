@@ -40,8 +40,7 @@ def serve(
     open_session: Callable[[Callable[[int, int], None]], Session],
     listening: Callable[[str, str], None],
 ) -> None:
-    """Serve until SIGTERM, or SIGINT, which is raised at the end. listening(url, name) is called when the port
-    is bound.
+    """Serve until SIGTERM, or SIGINT, which is raised at the end. listening(url, name): the port is bound.
 
     Raises UsageError where the port cannot be bound or the keys cannot be read, what `open_session` raises,
     and the error of an engine that has ended.

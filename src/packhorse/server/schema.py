@@ -50,7 +50,7 @@ class _Strict(BaseModel):
 class Message(_Strict):
     """One message. content: text, or parts of type text."""
 
-    role: str = Field(max_length=64)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = Field(None, max_length=MAX_CHOICES)
