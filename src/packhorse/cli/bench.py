@@ -12,7 +12,6 @@ import typer
 
 from packhorse.bench.serve import Load, Target, run_load
 from packhorse.cli.common import JsonOption, note, print_json
-from packhorse.core.errors import PackhorseError
 
 
 class What(StrEnum):
@@ -67,7 +66,8 @@ def command(
     if document["errors"]:
         failed = sum(document["errors"].values())
         kinds = ", ".join(f"{kind} x{count}" for kind, count in document["errors"].items())
-        raise PackhorseError(f"{failed} of {document['requests']} requests failed: {kinds}.")
+        note(f"{failed} of {document['requests']} requests failed: {kinds}.")
+        raise typer.Exit(1)
     note(f"{document['requests']} requests in {document['wall_s']:.1f} s, no error")
 
 
