@@ -116,6 +116,10 @@ def test_non_finite_logits_end_one_request_and_no_other(monkeypatch):
 
     monkeypatch.setattr(type(engine.runner), "run", run)
     want = ask(make_engine(tiny_model("qwen3", True)), IDS, max_tokens=6, name="good")[0]
+    engine.add(Request("bad", IDS, SamplingParams(max_tokens=6)))
+    alone = run_all(engine)["bad"][-1]
+    assert isinstance(alone.error, ComputeError)
+    assert engine.store.stats.entries == 0, "pages of a failed request were kept for others"
     for name in ("bad", "good"):
         engine.add(Request(name, IDS, SamplingParams(max_tokens=6)))
     events = run_all(engine)

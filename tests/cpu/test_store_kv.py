@@ -393,14 +393,14 @@ def test_cancelled_before_anything_was_read(hybrid, keep):
 
 
 def test_a_cancelled_prefill_keeps_what_it_has_read():
-    for keep, kept in ((True, [4, 8]), (False, [4])):
+    for keep, kept in ((True, [4, 8]), (False, [])):
         store = model.make_store(hybrid=True)
         sequence = store.open(DOC, 40, marks=[4])
         for stop in (4, 8):
             model.run_step(store, [(sequence, DOC[sequence.position : stop])])
         store.close(sequence, keep=keep)
         assert stops(store) == kept and store.stats.pages_used == 0
-        assert model.run(store, DOC) == kept[-1]
+        assert model.run(store, DOC) == (kept[-1] if kept else 0)
 
 
 def test_a_step_that_failed_half_way_leaves_no_snapshot_of_its_state():

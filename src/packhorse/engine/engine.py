@@ -148,7 +148,7 @@ class Engine:
         handle = sequence.handle
         self.scheduler.remove(sequence.id)
         if isinstance(handle, StoredSequence):
-            # After a failed step nothing it wrote is worth keeping.
+            # A request that failed may have written NaN long before its logits showed it.
             self.store.close(handle, keep=piece.finish is not FinishReason.ERROR)
         del self._samplers[sequence.id], self._outputs[sequence.id]
         return event

@@ -180,6 +180,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._admit = admit
         self._live: dict[str, Sequence] = {}
+        # Asking again before somebody has left would hash a long prompt in every step, for the same answer.
+        self._head_waits = False
 
     @property
     def has_work(self) -> bool:
@@ -216,6 +218,7 @@ class Scheduler:
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             return None
+        self._head_waits = False
         if sequence.handle is None:
             self.waiting.remove(sequence)
         else:
@@ -267,7 +270,7 @@ class Scheduler:
     def _let_in(self) -> list[tuple[Sequence, PackhorseError]]:
         """Admit from the head of the queue until one must wait. Returns those that can never be admitted."""
         refused: list[tuple[Sequence, PackhorseError]] = []
-        while self.waiting and len(self.running) < self.sequences:
+        while self.waiting and len(self.running) < self.sequences and not self._head_waits:
             head = self.waiting[0]
             try:
                 head.handle = self._admit(head.request)
@@ -284,6 +287,7 @@ class Scheduler:
                 self.remove(head.id)
                 continue
             if head.handle is None:
+                self._head_waits = True
                 break
             self.running.append(self.waiting.popleft())
         return refused

@@ -317,7 +317,8 @@ class KVStore:
         """End a sequence: at once, all it held is free or kept for later prompts.
 
         keep: a model with recurrent state keeps the last page boundary whose state there is, so that a
-        following turn goes on from there; False drops what is not an entry yet.
+        following turn goes on from there. False drops all that the sequence wrote and no other uses, entries
+        of pages it had completed included: for one that failed, whose pages may hold anything.
         """
         assert sequence.is_open and self._open.get(sequence.slot) is sequence, "closed twice"
         if keep and self.geometry.is_hybrid:
@@ -326,6 +327,8 @@ class KVStore:
         self._tree.touch(sequence.tip, self._clock)
         self._tree.unpin(sequence.tip)
         self._leaves.offer(sequence.tip)
+        if not keep:
+            self._forget(sequence.tip, sequence.cached_len)
         self._release(sequence.page_ids)
         if sequence.rolling is not None:
             self._slots.free_rolling(sequence.rolling)
@@ -442,13 +445,23 @@ class KVStore:
         leaf = self._leaves.pop()
         if leaf is None:
             return False
-        self._tree.remove(leaf)
+        self._drop(leaf)
         self._counters.evicted_entries += 1
+        return True
+
+    def _forget(self, tip: Entry, beyond: int) -> None:
+        """Drop the entries of a chain that end after `beyond`, from `tip` up, until one is in use."""
+        while tip.parent is not None and tip.stop > beyond and not tip.pins and not tip.children:
+            parent = tip.parent
+            self._drop(tip)
+            tip = parent
+
+    def _drop(self, leaf: Entry) -> None:
+        self._tree.remove(leaf)
         assert leaf.parent is not None
         self._leaves.offer(leaf.parent)
         self._release(leaf.page_ids)
         self._free_snapshot(leaf)
-        return True
 
     def _free_snapshot(self, entry: Entry) -> None:
         if entry.snapshot is not None:
