@@ -30,7 +30,7 @@ class EngineConfig:
     """CPU threads. None: one for each physical core this process may use."""
     page_len: int = PAGE_LEN
     """Tokens a KV page holds."""
-    chunk_len: int = 512
+    chunk_len: int = 1024
     """Prompt tokens a step reads at most, and the absolute grid on which it ends. A multiple of page_len."""
     snapshot_len: int = 8192
     """Absolute grid of recurrent-state snapshots. A multiple of page_len."""

@@ -33,7 +33,11 @@ class Attention:
         if f.qk_norm:
             q = rms_norm(q, weights.q_norm, f.rms_eps, x.dtype)
             k = rms_norm(k, weights.k_norm, f.rms_eps, x.dtype)
-        q, k = self.rope(q, positions), self.rope(k, positions)
+        if gate is None and not f.qk_norm:
+            # Still side by side: turn them together.
+            q, k = self.rope(qkv[:, : num_q + num_kv], positions).split([num_q, num_kv], dim=1)
+        else:
+            q, k = self.rope(q, positions), self.rope(k, positions)
         out = self._attend(q, k, v, kv_view)
         if gate is not None:
             out = out * torch.sigmoid(gate.float())

@@ -10,6 +10,9 @@ from torch import Tensor
 from packhorse.core.protocols import Segment
 from packhorse.kernels.attention.ref import Merger, group_rows, ungroup_rows
 
+PACK_QUERIES = 64
+"""From so many queries on, K and V are worth a copy that puts each head's keys side by side."""
+
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 available = _flash is not None
 """Whether this torch has the kernel: it is not public API, and `ref` stands in where it is gone."""
@@ -30,7 +33,10 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
         past = k.shape[0] if num_tokens == 1 else min(max(position - start, 0), k.shape[0])
         if past:
             rows = group_rows(q, k.shape[1])[None]
-            out, lse = _flash(rows, _heads(k[:past]), _heads(v[:past]), 0.0, False, scale=scale)
+            past_k, past_v = _heads(k[:past]), _heads(v[:past])
+            if num_tokens >= PACK_QUERIES:
+                past_k, past_v = past_k.contiguous(), past_v.contiguous()
+            out, lse = _flash(rows, past_k, past_v, 0.0, False, scale=scale)
             merger.add(out[0].reshape(num_heads, num_tokens, -1), lse[0].reshape(num_heads, num_tokens))
         if past < k.shape[0]:
             own.append((k[past:], v[past:]))
