@@ -44,8 +44,8 @@ class Attention:
         return weights.o_proj(out.to(x.dtype).reshape(x.shape[0], num_q * dim))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv_view: KVView) -> Tensor:
-        """Write each span's K and V, then attend: [T, Hq, D]."""
-        parts = []
+        """Write each span's K and V, then attend: [T, Hq, D]. Padding rows, which come last, are zeros."""
+        parts: list[Tensor] = []
         for span in kv_view.spans:
             rows = slice(span.row, span.row + span.length)
             kv_view.write(span, k[rows], v[rows])
@@ -54,4 +54,7 @@ class Attention:
                 # One span a pass, and every row of the bucket is computed, padding too.
                 return ref.exact_attention(q, segments, span.position - span.row, self.scale)
             parts.append(dispatch.attention(q[rows], segments, span.position, self.scale))
+        padding = q.shape[0] - sum(span.length for span in kv_view.spans)
+        if padding:
+            parts.append(parts[0].new_zeros(padding, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
