@@ -1,0 +1,190 @@
+"""Recall tasks: exact to the token, same from the same seed, true to what they hide, scored as documented."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from packhorse.core.errors import DoesNotFitError, UsageError
+from packhorse.verify.makers import MAKERS
+from packhorse.verify.tasks import LANGUAGES, TASKS, Sample, build, read_haystack, score
+
+ASSETS = Path(__file__).parents[2] / "assets"
+
+
+@cache
+def recall_tokenizer() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(ASSETS / "recall-hybrid" / "tokenizer.json"))
+
+
+@cache
+def merging_tokenizer() -> tokenizers.Tokenizer:
+    """A byte-level BPE with merges across words of this text: lengths of parts do not add up."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the special number for the old harbor is 482913. The clerk"] * 9, trainer)
+    return tokenizer
+
+
+def recall_chat(chat: list[dict[str, str]]) -> list[int]:
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in chat)
+    return recall_tokenizer().encode(f"{text}<|im_start|>assistant\n").ids
+
+
+def other_chat(chat: list[dict[str, str]]) -> list[int]:
+    text = "".join(f"[{m['role']}] {m['content']}\n" for m in chat)
+    return merging_tokenizer().encode(f"{text}[assistant]").ids
+
+
+def make(task: str, **changes) -> Sample:
+    settings = {"length": 1500, "depth": 0.4, "seed": 3} | changes
+    return build(task, recall_chat, **settings)
+
+
+def text_of(sample: Sample) -> str:
+    return "\n".join(m["content"] for m in sample.chat)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("encode", [recall_chat, other_chat])
+def test_prompts_are_exact_to_the_token(task, language, encode):
+    for length in (1487, 1488):
+        sample = build(task, encode, length=length, depth=0.5, seed=1, language=language)
+        assert len(sample.token_ids) == length
+        assert list(sample.token_ids) == encode(sample.chat)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_right_reply_scores_and_no_answer_or_a_wrong_one_does_not(task, language):
+    sample = make(task, language=language)
+    other = make(task, language=language, seed=4)
+    assert sample.expected
+    assert score(sample, sample.reply).right
+    assert not score(sample, "").right
+    assert not score(sample, "I do not know.").right
+    if sample.expected != other.expected and task not in ("frequent_words", "common_words"):
+        assert not score(sample, other.reply).right
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_same_seed_same_sample_and_other_seed_another(task):
+    assert make(task) == make(task)
+    assert make(task).token_ids != make(task, seed=5).token_ids
+
+
+@pytest.mark.parametrize("task", sorted(set(TASKS) - {"counting", "no_shared_words"}))
+def test_what_is_asked_for_is_in_the_document(task):
+    sample = make(task)
+    assert all(value in text_of(sample) for value in sample.expected)
+
+
+@pytest.mark.parametrize("task", ["single", "multi_key", "kv_json", "multi_value"])
+def test_depth_is_where_the_fact_lies(task):
+    length = 4000
+    for depth in (0.0, 0.25, 0.5, 1.0):
+        text = text_of(make(task, length=length, depth=depth))
+        sample = make(task, length=length, depth=depth)
+        at = text.index(sample.expected[0]) / len(text)
+        assert abs(at - depth) < 0.06
+
+
+def test_density_is_the_number_of_distractors():
+    for density, expected in ((0.0, 1), (2.0, 7), (10.0, 31)):
+        sample = make("multi_key", length=3000, density=density)
+        assert text_of(sample).count("The special number for") == expected
+
+
+def test_naming_a_distractor_beside_the_answer_is_wrong():
+    sample = make("multi_value")
+    assert score(sample, f"{sample.reply} Or 999999.").share == 0
+    partial = score(sample, f"It is {sample.expected[0]}.")
+    assert not partial.right
+    assert partial.share == 0.25
+
+
+def test_full_width_digits_are_digits():
+    sample = make("single", language="zh")
+    wide = sample.expected[0].translate({ord(str(d)): chr(0xFF10 + d) for d in range(10)})
+    assert score(sample, f"是{wide}。").right
+
+
+def test_counting_counts_what_the_document_says():
+    for seed in range(6):
+        sample = make("counting", seed=seed)
+        key = sample.question.split(" by the ")[1].rstrip("?")
+        assert text_of(sample).count(f"The bell rang by the {key}.") == int(sample.expected[0])
+
+
+def test_order_names_the_first():
+    for seed in range(8):
+        sample = make("order", seed=seed)
+        keys = sample.pattern.split("|")
+        text = text_of(sample)
+        first = min(keys, key=lambda k: text.index(f"Then the {k} was sold."))
+        assert sample.expected == (first,)
+
+
+def test_clauses_refer_to_the_clause_before_them():
+    sample = make("clauses", length=3000)
+    own = sample.question.split("clause ")[1].split(" ")[0]
+    lines = {line.split(".")[0]: line for line in text_of(sample).splitlines() if line.startswith("Clause")}
+    ref = lines[f"Clause {own}"].split("in clause ")[1].split(" ")[0]
+    assert int(ref) < int(own)
+    assert sample.expected[0] in lines[f"Clause {ref}"]
+
+
+def test_variables_chain_leads_to_the_number():
+    sample = make("variables")
+    text, name = text_of(sample), sample.question.split("VAR ")[1].split("?")[0]
+    for _ in range(2):
+        name = text.split(f"VAR {name} = VAR ")[1].split(".")[0]
+    assert f"VAR {name} = {sample.expected[0]}." in text
+
+
+def test_frequent_words_are_the_most_frequent():
+    sample = make("frequent_words", length=2000)
+    words = sample.chat[0]["content"].split("\n\n")[1].split()
+    counts = sorted((words.count(word) for word in set(words) - {"the"}), reverse=True)
+    assert sorted((words.count(w) for w in sample.expected), reverse=True) == counts[:3]
+
+
+def test_haystack_of_ones_own_files(tmp_path):
+    (tmp_path / "a.txt").write_text("Der Turm steht am Fluss. Er ist alt.\n\nNiemand weiss wie alt.")
+    (tmp_path / "b.md").write_text("Ein zweiter Text! Mit zwei Saetzen.")
+    haystack = read_haystack(tmp_path)
+    assert len(haystack) == 5
+    sample = make("multi_key", haystack=haystack, length=1000)
+    assert "Niemand weiss wie alt." in text_of(sample)
+    assert score(sample, sample.reply).right
+
+
+def test_refusals_name_what_is_wrong(tmp_path):
+    with pytest.raises(UsageError, match="no task 'nope'"):
+        make("nope")
+    with pytest.raises(UsageError, match="no language 'fr'"):
+        make("single", language="fr")
+    with pytest.raises(UsageError, match=r"depth is 1\.5"):
+        make("single", depth=1.5)
+    with pytest.raises(UsageError, match=r"density is 99"):
+        make("multi_key", density=99.0)
+    with pytest.raises(UsageError, match="takes no haystack"):
+        make("kv_json", haystack=["a."])
+    with pytest.raises(UsageError, match="holds no text"):
+        read_haystack(tmp_path)
+    with pytest.raises(DoesNotFitError, match="without any filler, and 20 were asked for"):
+        make("multi_key", length=20)
+    with pytest.raises(DoesNotFitError, match="has names for"):
+        make("multi_key", language="zh", length=60_000, density=40.0)
+
+
+def test_every_task_has_a_maker():
+    assert list(MAKERS) == list(TASKS)
+    assert len(TASKS) == 14
