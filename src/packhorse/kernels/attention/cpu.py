@@ -13,6 +13,10 @@ from packhorse.kernels.attention.ref import Merger, group_rows, ungroup_rows
 PACK_QUERIES = 64
 """From so many queries on, K and V are worth a copy that puts each head's keys side by side."""
 
+PARTS, PART_LEN = 4, 256
+"""One query over at least PARTS * PART_LEN keys is cut into so many parts: the kernel spreads heads over the
+threads, and with few key/value heads some would stand idle."""
+
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 available = _flash is not None
 """Whether this torch has the kernel: it is not public API, and `ref` stands in where it is gone."""
@@ -26,11 +30,12 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     """
     assert _flash is not None
     num_tokens, num_heads, _ = q.shape
+    if num_tokens == 1:
+        return _one_query(q, segments, scale)
     merger = Merger()
     own: list[tuple[Tensor, Tensor]] = []
     for start, k, v in segments:
-        # A single query sees its own key too: nothing to mask.
-        past = k.shape[0] if num_tokens == 1 else min(max(position - start, 0), k.shape[0])
+        past = min(max(position - start, 0), k.shape[0])
         if past:
             rows = group_rows(q, k.shape[1])[None]
             past_k, past_v = _heads(k[:past]), _heads(v[:past])
@@ -47,6 +52,29 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
         out, lse = _flash(q.transpose(0, 1)[None], k, v, 0.0, True, scale=scale)
         merger.add(out[0], lse[0])
     return ungroup_rows(merger.result, num_tokens)
+
+
+def _one_query(q: Tensor, segments: Iterable[Segment], scale: float) -> Tensor:
+    """q [1, Hq, D], which sees every key: nothing to mask. [1, Hq, D] fp32."""
+    assert _flash is not None
+    outs, lses = [], []
+    for _, k, v in segments:
+        rows = group_rows(q, k.shape[1])[None]
+        part_len = k.shape[0] // PARTS // PART_LEN * PART_LEN
+        split = PARTS * part_len
+        if split:
+            parts = (x[:split].unflatten(0, (PARTS, part_len)).transpose(1, 2) for x in (k, v))
+            out, lse = _flash(rows.expand(PARTS, -1, -1, -1), *parts, 0.0, False, scale=scale)
+            outs.append(out)
+            lses.append(lse)
+        if split < k.shape[0]:
+            out, lse = _flash(rows, _heads(k[split:]), _heads(v[split:]), 0.0, False, scale=scale)
+            outs.append(out)
+            lses.append(lse)
+    out, lse = torch.cat(outs).float(), torch.cat(lses)
+    if out.shape[0] > 1:
+        out = (out * lse.softmax(0)[..., None]).sum(0, keepdim=True)
+    return ungroup_rows(out[0], 1)
 
 
 def _heads(x: Tensor) -> Tensor:
