@@ -278,7 +278,8 @@ CHECKS = (
 def draw_requests(seconds: int) -> list[int]:
     """Run schemathesis for some seconds; the statuses of what it sent to work paths. Fails where it finds
     anything, where the server logs a traceback, or where it is not healthy afterwards."""
-    with process("--context", "512", "--max-tokens", "4", "--keep-alive", "2") as live:
+    options = ("--context", "512", "--max-tokens", "4", "--keep-alive", "2")
+    with process(*options) as live, tempfile.TemporaryDirectory() as scratch:
         command = [
             sys.executable,
             "-m",

@@ -7,6 +7,8 @@ import engines
 import oracle
 from packhorse.core.errors import ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import FinishReason, Request, SamplingParams
+from packhorse.kernels import dispatch
+from packhorse.kernels.linear import cpu as linear_cpu
 
 
 class Only:
@@ -123,3 +125,14 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(monkeypatch):
     monkeypatch.undo()
     assert tokens(engines.run_all(engine)["waits"]) == expected
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 31, 32, 100])
+def test_sixteen_bit_products_off_the_row_grid(rows):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((rows, 96), (40, 96), (40,)))
+    out = dispatch.linear(x, weight, bias)
+    expected = x.float() @ weight.float().T + bias.float()
+    assert out.shape == (rows, 40)
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-1)
+    assert linear_cpu.off_grid(x) == (rows in (17, 31, 100))

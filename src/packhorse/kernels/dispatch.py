@@ -21,6 +21,9 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Dense product, shapes of kernels.linear.ref.linear."""
-    if x.device.type == "cpu" and linear_cpu.fits(x, weight):
-        return linear_cpu.row_product(x, weight, bias)
+    if x.device.type == "cpu":
+        if linear_cpu.fits(x, weight):
+            return linear_cpu.row_product(x, weight, bias)
+        if linear_cpu.off_grid(x):
+            return linear_cpu.grid_product(x, weight, bias)
     return linear_ref.linear(x, weight, bias)

@@ -230,8 +230,9 @@ class Preparer:
         if prompt_len + max_tokens <= self.window:
             return
         raise PromptTooLongError(
-            f"The prompt has {prompt_len:,} tokens and max_tokens is {max_tokens:,}; the window holds "
-            f"{self.window:,}.",
+            # Clients look for the first words: they shorten the prompt and try again.
+            f"This model's maximum context length is {self.window} tokens: the prompt has {prompt_len:,} and "
+            f"max_tokens is {max_tokens:,}.",
             asked=prompt_len + max_tokens,
             available=self.window,
             unit="tokens",
