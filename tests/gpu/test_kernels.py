@@ -8,10 +8,15 @@ import kernel_cases as cases
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("which", ["ref", "exact", "dispatch"])
+@pytest.mark.parametrize("which", ["ref", "dispatch"])
 @pytest.mark.parametrize("case", cases.ATTENTION_CASES)
 def test_attention(case, which):
     cases.check_attention(case, "cuda", which)
+
+
+@pytest.mark.parametrize("case", cases.EXACT_CASES)
+def test_exact_attention(case):
+    cases.check_attention(case, "cuda", "exact")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
