@@ -292,6 +292,7 @@ def draw_requests(seconds: int) -> list[int]:
         command += ["--max-time", str(seconds), "--request-timeout", "30", "--suppress-health-check", "all"]
         done = subprocess.run(
             [*command, "--warnings", "off"],
+            cwd=scratch,
             capture_output=True,
             text=True,
             timeout=seconds + 120,

@@ -210,6 +210,24 @@ def test_tool_choice_forces_a_call(client, choice, names):
     )
 
 
+def test_strict_tools_hold_their_schema_where_a_call_begins(client):
+    """The script begins a call and goes on with nonsense: before the call all is free, in it nothing is."""
+    parameters = {"type": "object", "properties": {"days": {"type": "integer", "minimum": 0, "maximum": 9}}}
+    parameters |= {"required": ["days"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": parameters}}
+    answer = ask(client, "[[I look. <tool_call>zzzzzzzzzzzz]]", tools=[tool]).choices[0]
+    [call] = answer.message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["days"] in range(10)
+    assert answer.message.content == "I look. "
+    assert ask(client, "[[No call.]]", tools=[tool]).choices[0].message.content == "No call."
+
+
+def test_a_call_inside_a_thought_ends_it(client):
+    answer = ask(client, f"[[hm\n{XML_CALL}]]", tools=TOOLS, extra_body={"enable_thinking": True}).choices[0]
+    assert answer.message.reasoning_content == "hm"
+    assert answer.message.tool_calls[0].function.name == "weather"
+
+
 class Mule(BaseModel):
     name: str
     load: int

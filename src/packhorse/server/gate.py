@@ -125,7 +125,8 @@ class Gate:
         """Raises ApiError where the call may not go on; the key whose place was taken, if any."""
         if not self.keyring.keys:
             # Without keys only this machine may call, and no web page on it by way of another name.
-            name = headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
+            host = headers.get("host", "").lower()
+            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
             if self.config.host in LOOPBACK and name not in LOOPBACK:
                 raise ApiError(
                     403, "host", f"The host {name[:80]!r} is not this machine, and the server has no keys."
