@@ -1,7 +1,12 @@
 """What one engine promises its requests, and what it allocates."""
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import oracle
 from engines import ask, load_folder, make_engine, run_all, tiny_model
@@ -13,6 +18,7 @@ from packhorse.core.errors import (
     InvalidRequestError,
     PromptTooLongError,
     UsageError,
+    WeightsError,
 )
 from packhorse.core.types import FinishReason, Request, SamplingParams
 from packhorse.core.units import GIB
@@ -128,6 +134,71 @@ def test_non_finite_logits_end_one_request_and_no_other(monkeypatch):
     assert [t for e in events["good"] for t in e.token_ids] == want
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_pages_that_went_bad_are_not_offered_again(family):
+    """Two requests share a prompt and a page is overwritten: both fail, and the next one does not."""
+    sizes = {"page_len": 16, "snapshot_len": 16, "chunk_len": 64}
+    engine = make_engine(tiny_model(family, True), **sizes)
+    want = ask(make_engine(tiny_model(family, True), **sizes), IDS, max_tokens=4)[0]
+    engine.add(Request("first", IDS, SamplingParams(max_tokens=30)))
+    while engine.store.stats.pages_cached < 9:
+        engine.step()
+    handle = engine.scheduler.find("first").handle
+    full = engine.store.geometry.full_layers[0]
+    engine.store._tier.pages(full)[handle.page_ids[2]] = 0xFF
+    engine.add(Request("second", IDS, SamplingParams(max_tokens=30)))
+    events = run_all(engine)
+    for name in ("first", "second"):
+        assert isinstance(events[name][-1].error, ComputeError), name
+    assert events["second"][-1].usage.cached_len == 144
+    assert engine.store.stats.entries == 0
+    assert ask(engine, IDS, max_tokens=4)[0] == want
+
+
+def test_an_error_of_one_detokenizer_ends_one_request(monkeypatch):
+    engine = make_engine(tiny_model("qwen3", True))
+
+    class Broken:
+        def add(self, token_id: int) -> str:
+            raise RuntimeError("no such token")
+
+        def finish(self) -> str:
+            raise RuntimeError("no such token")
+
+    engine.add(Request("good", IDS, SamplingParams(max_tokens=1)))
+    monkeypatch.setattr(engine, "_detokenizer", Broken)
+    engine.add(Request("bad", IDS, SamplingParams(max_tokens=4)))
+    events = run_all(engine)
+    assert events["good"][-1].finish is FinishReason.LENGTH
+    assert events["bad"][-1].finish is FinishReason.ERROR
+    assert "no such token" in str(events["bad"][-1].error)
+    assert engine.store.stats.open_sequences == 0
+
+
+def changed_checkpoint(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """The qwen3 checkpoint with one down_proj changed."""
+    source = oracle.shared_checkpoint("qwen3")[1]
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_no_plain_type_are_refused(dtype, tmp_path):
+    folder = changed_checkpoint(tmp_path, lambda w: w.to(dtype))
+    with pytest.raises(WeightsError, match=r"mlp\.down_proj\.weight is stored as"):
+        load_folder(folder)
+
+
+def test_weights_beyond_fp16_are_refused_in_fp16_alone(tmp_path):
+    folder = changed_checkpoint(tmp_path, lambda w: w.index_fill(0, torch.tensor([3]), 1e6))
+    load_folder(folder)
+    with pytest.raises(WeightsError, match=r"holds 1e\+06, and float16 ends at 65504"):
+        load_folder(folder, dtype=torch.float16)
+
+
 @pytest.mark.parametrize(
     ("length", "max_tokens", "fits"), [(99, 1, True), (100, 1, False), (101, 1, False), (60, 41, False)]
 )
@@ -209,6 +280,12 @@ def test_sizes_are_cut_with_a_word_or_refused_with_both_numbers():
     assert (caught.value.asked, caught.value.available) == (8193, 8192)
     with pytest.raises(DoesNotFitError):
         size_engine(facts, EngineConfig(), "fp32", LEFT_ALONE)
+    with pytest.raises(DoesNotFitError) as caught:
+        size_engine(facts, EngineConfig(context=4000, kv_tokens=1000), "fp32", 8 * GIB)
+    assert (caught.value.asked, caught.value.available) == (4000, 1000)
+    card = size_engine(facts, EngineConfig(device="cuda"), "fp32", 8 * GIB)
+    assert card.segment_len is not None and card.segment_len % 64 == 0
+    assert card.workspace_bytes - plenty.workspace_bytes >= 16 * 6 * 1024 * card.segment_len
 
 
 def machine(**fields) -> HardwareFacts:
@@ -227,6 +304,11 @@ def test_dtype_threads_and_device_are_chosen_or_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no CUDA card"):
         load.check_device(EngineConfig(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    load.check_device(EngineConfig(device="cuda:1"))
+    with pytest.raises(UsageError, match="there are 2"):
+        load.check_device(EngineConfig(device="cuda:2"))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +321,8 @@ def test_dtype_threads_and_device_are_chosen_or_refused(monkeypatch):
         {"dtype": "fp8"},
         {"exact": True, "dtype": "bf16"},
         {"device": "tpu"},
+        {"device": "cuda:x"},
+        {"device": "cuda", "exact": True},
         {"threads": 0},
         {"context": -5},
     ],

@@ -1,12 +1,17 @@
 """The engine on a card through the reference kernels: tiny models in fp32 against transformers on the CPU."""
 
 import gc
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 import oracle
-from engines import ask, make_engine
+from engines import IdsAsText, ask, make_engine, run_all
+from packhorse.core.config import EngineConfig
+from packhorse.core.types import Request, SamplingParams
+from packhorse.engine.load import load_engine
 from packhorse.facts.read import read_model
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
@@ -73,3 +78,32 @@ def test_allocations_are_on_the_card_and_bounded():
         ask(engine, oracle.random_ids(300, seed=seed), max_tokens=8, name=f"r{seed}")
     engine.runner.logits.clear()
     assert torch.cuda.memory_allocated() <= first
+
+
+def test_peak_memory_of_a_long_prompt_stays_within_the_plan():
+    """Real head counts over a 12,000-token prompt: pools and working space as sized, and no more."""
+    model = oracle.make_model(
+        "qwen3",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=16384,
+    )
+    folder = Path(tempfile.mkdtemp())
+    facts = read_model(oracle.save(model, folder))
+    config = EngineConfig(context=16384, sequences=1, dtype="bf16", device="cuda")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    loaded = load_engine(facts, config, IdsAsText)
+    torch.cuda.reset_peak_memory_stats()
+    loaded.engine.add(Request("r", tuple(oracle.random_ids(12_000)), SamplingParams(max_tokens=4)))
+    events = run_all(loaded.engine)["r"]
+    assert events[-1].error is None
+    peak = torch.cuda.max_memory_allocated() - before
+    planned = loaded.sizes.total_bytes
+    print(f"planned {planned / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB")
+    assert peak <= planned
+    assert planned - loaded.sizes.workspace_bytes <= peak, "the pools were not taken"

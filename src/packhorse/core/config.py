@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from packhorse.core.errors import UsageError
@@ -64,5 +65,10 @@ class EngineConfig:
                 f"exact mode computes in fp32, and dtype is {self.dtype}.",
                 hint="Leave out --dtype or --exact.",
             )
-        if not (self.device == "cpu" or self.device == "cuda" or self.device.startswith("cuda:")):
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UsageError(f"device {self.device!r} is not known.", hint="Choose cpu, cuda or cuda:N.")
+        if self.exact and self.device != "cpu":
+            raise UsageError(
+                f"exact mode is for the CPU, and the device is {self.device}.",
+                hint="Leave out --device or --exact.",
+            )

@@ -1,7 +1,7 @@
 """One tree of errors. Each carries what was wrong, with both numbers or names, and what to change.
 
-`exit_code` is the command line's exit code (CONTRACTS: 1 failure, 2 usage, 3 does not fit,
-4 model or file refused, 5 network). `facts` holds the numbers and names for `--json` and the server.
+`exit_code` is the command line's exit code: 1 failure, 2 usage, 3 does not fit, 4 model or file refused,
+5 network. `facts` holds the numbers and names for `--json` and the server.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from packhorse.core.errors import CancelledRequestError, InvalidRequestError, PackhorseError
+from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import Event, FinishReason, Request
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
@@ -136,11 +136,14 @@ class Engine:
         if isinstance(token, PackhorseError):
             return self._fail(sequence, token)
         sequence.generated.append(token.token_id)
-        piece = self._outputs[sequence.id].feed(token.token_id, token.logprob)
+        try:
+            piece = self._outputs[sequence.id].feed(token.token_id, token.logprob)
+        except Exception as error:  # a foreign detokenizer's: its request ends, and no other
+            return self._fail(sequence, ComputeError(f"The text of {sequence.id!r} broke: {error!r}."))
         return self._event(sequence, piece) if piece.finish is None else self._end(sequence, piece)
 
     def _fail(self, sequence: LiveSequence, error: PackhorseError) -> Event:
-        return self._end(sequence, self._outputs[sequence.id].end(FinishReason.ERROR), error)
+        return self._end(sequence, Piece(finish=FinishReason.ERROR), error)
 
     def _end(self, sequence: LiveSequence, piece: Piece, error: PackhorseError | None = None) -> Event:
         """Free all that the request holds, and make its last event."""

@@ -65,6 +65,7 @@ def load_engine(
         snapshot_len=config.snapshot_len,
         exact=config.exact,
         device=config.device,
+        segment_len=sizes.segment_len,
     )
     engine = Engine(
         Runner(model),
@@ -86,6 +87,12 @@ def check_device(config: EngineConfig) -> None:
         raise UsageError(
             f"The device {config.device} was asked for, and torch {torch.__version__} sees no CUDA card.",
             hint="Install a CUDA build of torch and the driver, or use --device cpu.",
+        )
+    index = int(config.device.partition(":")[2] or 0)
+    if config.device != "cpu" and index >= torch.cuda.device_count():
+        raise UsageError(
+            f"{config.device} was asked for, and there are {torch.cuda.device_count()} CUDA cards.",
+            hint="Cards are numbered from 0.",
         )
 
 

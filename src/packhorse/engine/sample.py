@@ -121,6 +121,8 @@ def _draw(sampler: Sampler, logits: Tensor, best: int) -> Sampled | PackhorseErr
         return sampler.draw(logits, best)
     except PackhorseError as error:
         return error
+    except Exception as error:  # a foreign grammar's: its request ends, and no other
+        return ComputeError(f"Drawing a token for {sampler.request.id!r} broke: {error!r}.")
 
 
 def uniform(seed: int, index: int) -> float:

@@ -18,12 +18,16 @@ from packhorse.plan import account
 
 LEFT_ALONE = 512 * MIB
 """Memory not planned: the interpreter, libraries, allocator slack."""
+SCORES_BYTES = 256 * MIB
+"""What attention's scores may take at once on a card, where the reference kernel writes them out."""
+SCORES_COPIES = 4
+"""Tensors of their size that live at once there: scores, mask, shifted, exponentials."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the engine allocates. context: tokens one request may hold. notes: what was decided that a person
-    may not expect."""
+    """What the engine allocates. context: tokens one request may hold. segment_len: keys attention reads at
+    once; None is the store's own choice. notes: what was decided that a person may not expect."""
 
     dtype: str
     context: int
@@ -32,6 +36,7 @@ class Sizes:
     page_bytes: int
     state_bytes: int
     workspace_bytes: int
+    segment_len: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -71,6 +76,7 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
         workspace_bytes=_workspace_bytes(facts, config),
+        segment_len=_segment_len(facts, config),
     )
     room = available_bytes - LEFT_ALONE - fixed.total_bytes
     if room < page_bytes:
@@ -80,7 +86,7 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
             asked=fixed.total_bytes + LEFT_ALONE + page_bytes,
             available=available_bytes,
             unit="bytes",
-            hint="Use a smaller model, --dtype bf16, fewer --snapshots, or free memory.",
+            hint="Use a smaller model, compute in 16 bits (--dtype), or free memory.",
         )
     return _with_pages(facts, config, fixed, room)
 
@@ -99,6 +105,14 @@ def _with_pages(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int
             unit="bytes",
             hint=f"At most {fit * page_len:,} tokens fit: lower --context.",
         )
+    if config.kv_tokens is not None and config.kv_tokens < (config.context or 0):
+        raise DoesNotFitError(
+            f"A context of {config.context:,} tokens was asked for, and a KV pool of {config.kv_tokens:,}.",
+            asked=config.context or 0,
+            available=config.kv_tokens,
+            unit="tokens",
+            hint="The pool holds at least one request: raise kv_tokens or lower the context.",
+        )
     notes: tuple[str, ...] = ()
     if config.kv_tokens is not None:
         num_pages = ceil_div(config.kv_tokens, page_len)
@@ -107,8 +121,12 @@ def _with_pages(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int
     context = min(fixed.context, num_pages * page_len)
     if context < fixed.context:
         notes = (
-            f"the window is {context:,} of the model's {fixed.context:,} tokens: {format_bytes(room)} is "
-            "left for KV",
+            f"the window is {context:,} of the model's {fixed.context:,} tokens: "
+            + (
+                f"{format_bytes(room)} is left for KV"
+                if config.kv_tokens is None
+                else "kv_tokens holds no more"
+            ),
         )
     return Sizes(**{**vars(fixed), "num_pages": num_pages, "context": context, "notes": notes})
 
@@ -133,4 +151,19 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig) -> int:
         widths.append(facts.moe.top_k * (facts.hidden_size + 2 * facts.moe.expert_dim))
     if facts.delta is not None:
         widths.append(4 * facts.delta.conv_dim + 2 * facts.delta.value_dim)
-    return 4 * rows * 2 * max(widths) + 3 * 4 * config.sequences * facts.vocab_size
+    activations = 4 * rows * 2 * max(widths) + 3 * 4 * config.sequences * facts.vocab_size
+    segment_len = _segment_len(facts, config)
+    if segment_len is None:
+        return activations
+    scores = SCORES_COPIES * 4 * facts.num_heads * config.chunk_len * segment_len
+    keys = 3 * 4 * segment_len * 2 * facts.num_kv_heads * facts.head_dim
+    return activations + scores + keys
+
+
+def _segment_len(facts: ModelFacts, config: EngineConfig) -> int | None:
+    """Keys of a segment so that a chunk's scores stay within SCORES_BYTES; None on the CPU, whose kernel
+    writes none out."""
+    if config.device == "cpu":
+        return None
+    fit = SCORES_BYTES // (SCORES_COPIES * 4 * facts.num_heads * config.chunk_len)
+    return max(1, min(fit, 8192) // config.page_len) * config.page_len

@@ -1,6 +1,7 @@
 """Strict, streaming load: every tensor has its place or is refused before a byte is read.
 
-Peak host memory is the model in its compute type plus the largest tensor of the checkpoint.
+Peak host memory is the model in its compute type plus the largest tensor of the checkpoint; for a GGUF file
+that tensor is in fp32, and half as much again where gate and up experts are joined.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from packhorse.models.registry import LAYER_PARAMS
 # Left by old exports; recomputed from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
 _HEAD = "lm_head.weight"
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def model_params(facts: ModelFacts) -> list[Param]:
@@ -59,8 +61,9 @@ def load_model(
     total = len(places)
     for done, name in enumerate([n for n in source.shapes if n in places], start=1):
         value = source.read(name)
-        _check_finite(name, value)
+        _check_values(name, value)
         for param, part in places[name]:
+            _check_range(name, value, tensors[param.path].dtype)
             _place(tensors[param.path], value, part, param.add)
         if progress is not None:
             progress(done, total)
@@ -124,7 +127,13 @@ def _some(names: Iterable[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) != 1 else ''} ({shown}{more})"
 
 
-def _check_finite(name: str, value: Tensor) -> None:
+def _check_values(name: str, value: Tensor) -> None:
+    if value.dtype not in _PLAIN:
+        raise WeightsError(
+            f"{name} is stored as {str(value.dtype).removeprefix('torch.')}: no weights without scales.",
+            hint="Weights are read as fp16, bf16, fp32 or fp64, or packed as in a GGUF file.",
+            tensor=name,
+        )
     # A sum costs no memory and is finite only if all values are, but for overflow: then look closely.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
         bad = int((~torch.isfinite(value)).sum())
@@ -133,6 +142,19 @@ def _check_finite(name: str, value: Tensor) -> None:
             hint="The file is damaged or was exported from a broken run: fetch or export it again.",
             tensor=name,
         )
+
+
+def _check_range(name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """A value beyond the compute type's range would turn into an infinity."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(value.dtype).max > limit:
+        largest = float(value.abs().max()) if value.numel() else 0.0
+        if largest > limit:
+            raise WeightsError(
+                f"{name} holds {largest:g}, and {str(dtype).removeprefix('torch.')} ends at {limit:g}.",
+                hint="Compute in a wider type: --dtype bf16 or fp32.",
+                tensor=name,
+            )
 
 
 def _check_tied_head(facts: ModelFacts, source: CheckpointSource, embedding: Tensor) -> None:

@@ -195,7 +195,7 @@ class KVStore:
         return self._tree.match(encode_tokens(token_ids))
 
     def open(
-        self, token_ids: Sequence[int], max_len: int, marks: Iterable[int] = (), *, reuse: bool = True
+        self, token_ids: Sequence[int], max_len: int, marks: Sequence[int] = (), *, reuse: bool = True
     ) -> StoredSequence | None:
         """Begin a sequence: pin what of its prompt is stored and reserve the rest of `max_len` tokens.
 
@@ -224,6 +224,9 @@ class KVStore:
         if missing > self._pages.num_free + self._tree.unpinned_pages - pinned_now:
             return None
         tip = match.entries[-1] if match.entries else self._tree.root
+        ends = {mark // self.page_len * self.page_len for mark in marks}
+        for entry in match.entries:
+            entry.marked |= entry.stop in ends
         self._clock += 1
         self._tree.pin(tip)
         self._tree.touch(tip, self._clock)
@@ -317,8 +320,9 @@ class KVStore:
         """End a sequence: at once, all it held is free or kept for later prompts.
 
         keep: a model with recurrent state keeps the last page boundary whose state there is, so that a
-        following turn goes on from there. False drops all that the sequence wrote and no other uses, entries
-        of pages it had completed included: for one that failed, whose pages may hold anything.
+        following turn goes on from there. False is for one that failed, whose pages may hold anything: all
+        that it wrote or read is dropped, with what was built on it, as far as no other open sequence uses it.
+        One that does either is well, and so are those pages, or fails in its turn and drops the rest.
         """
         assert sequence.is_open and self._open.get(sequence.slot) is sequence, "closed twice"
         if keep and self.geometry.is_hybrid:
@@ -328,7 +332,7 @@ class KVStore:
         self._tree.unpin(sequence.tip)
         self._leaves.offer(sequence.tip)
         if not keep:
-            self._forget(sequence.tip, sequence.cached_len)
+            self._forget(sequence.tip)
         self._release(sequence.page_ids)
         if sequence.rolling is not None:
             self._slots.free_rolling(sequence.rolling)
@@ -392,6 +396,7 @@ class KVStore:
         """Make what lies between the sequence's tip and `stop` an entry, if there is none yet."""
         self._move_tip(sequence, self._tree.descend(sequence.tip, sequence.encoded, stop))
         if sequence.tip.stop == stop:
+            sequence.tip.marked |= marked
             return
         snapshot = None
         if self.geometry.is_hybrid:
@@ -449,12 +454,15 @@ class KVStore:
         self._counters.evicted_entries += 1
         return True
 
-    def _forget(self, tip: Entry, beyond: int) -> None:
-        """Drop the entries of a chain that end after `beyond`, from `tip` up, until one is in use."""
-        while tip.parent is not None and tip.stop > beyond and not tip.pins and not tip.children:
-            parent = tip.parent
-            self._drop(tip)
-            tip = parent
+    def _forget(self, tip: Entry) -> None:
+        """Drop of a chain what is not in use, and all entries below that."""
+        # Whoever pins an entry pins those above it: below an unpinned one nothing is in use.
+        doomed = next((entry for entry in self._tree.chain(tip) if not entry.pins), None)
+        below = [] if doomed is None else [doomed]
+        for entry in below:
+            below += [child for siblings in entry.children.values() for child in siblings]
+        for entry in reversed(below):
+            self._drop(entry)
 
     def _drop(self, leaf: Entry) -> None:
         self._tree.remove(leaf)
