@@ -1,8 +1,6 @@
 """Bytes and values by formula: against published figures, the files, the loader, and a machine of files."""
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -73,6 +71,43 @@ def test_kv_and_state_of_the_published_models():
     assert account.snapshot_bytes(QWEN_32B, "bf16") == 0
     # One snapshot takes as much as the KV of 3,072 tokens.
     assert cost.recurrent_state_bytes(32, 128, 128) * 30 == 3072 * 20480
+
+
+def prefill_flops(facts: ModelFacts, tokens: int) -> int:
+    """Reading a prompt of a model whose layers all have experts, with the logits of its last token."""
+    H, delta, moe = facts.hidden_size, facts.delta, facts.moe
+    heads, kv_heads, D = facts.num_heads, facts.num_kv_heads, facts.head_dim
+    q_rows = 2 * heads * D if facts.attn_gate else heads * D
+    full = cost.linear_flops(tokens, H, q_rows + 2 * kv_heads * D) + cost.linear_flops(tokens, heads * D, H)
+    full += cost.causal_attention_flops(0, tokens, heads, D)
+    in_rows = delta.conv_dim + delta.value_dim + 2 * delta.num_v_heads
+    linear = cost.linear_flops(tokens, H, in_rows) + cost.linear_flops(tokens, delta.value_dim, H)
+    linear += cost.conv_flops(tokens, delta.conv_dim, delta.conv_kernel)
+    linear += cost.delta_rule_flops(tokens, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
+    inner = moe.top_k * moe.expert_dim + moe.shared_dim
+    experts = 3 * cost.linear_flops(tokens, H, inner) + cost.linear_flops(tokens, H, moe.num_experts + 1)
+    layers = facts.num_full_layers * full + facts.num_linear_layers * linear + facts.num_layers * experts
+    return layers + cost.linear_flops(1, H, facts.vocab_size)
+
+
+def test_operations_of_the_published_model():
+    """By hand: 2 x 2,437,870,208 weights a token, 2 N^2 x 4,096 a layer of causal attention, 163,840 a token and
+    head of the delta rule, the last token's logits. In 1e15 at 32K to 512K tokens."""
+    for thousands, expected in ((32, 0.253), (128, 2.067), (256, 6.949), (512, 25.157)):
+        found = prefill_flops(QWEN_35B, thousands * 1024)
+        assert found / 1e15 == pytest.approx(expected, abs=6e-4, rel=1e-4)
+    # A published count, 52.098e12, takes the whole square of attention, and the delta rule step by step.
+    N, per_layer = 8192, (16, 256)
+    masked = cost.attention_flops(N, N, *per_layer) - cost.causal_attention_flops(0, N, *per_layer)
+    steps = 9 * 128 * 128 * N * 32 - cost.delta_rule_flops(N, 32, 128, 128)
+    whole = prefill_flops(QWEN_35B, N) + 10 * masked + 30 * steps
+    assert whole == pytest.approx(52.098e12, rel=2e-4)
+
+
+def test_causal_attention_is_the_sum_of_its_parts():
+    whole = cost.causal_attention_flops(0, 1000, 16, 256)
+    parts = [cost.causal_attention_flops(start, 250, 16, 256) for start in (0, 250, 500, 750)]
+    assert sum(parts) == whole == sum(cost.attention_flops(1, row, 16, 256) for row in range(1, 1001))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -182,20 +217,3 @@ def test_hyper_threads_are_counted_once(tmp_path, monkeypatch):
     files = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": s for n, s in pairs.items()}
     found = hardware.probe(machine(tmp_path, files))
     assert (found.num_cores, found.num_physical_cores) == (3, 2)
-
-
-def test_cards_by_the_driver(monkeypatch):
-    closed = []
-    driver = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: closed.append(True),
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetName=lambda handle: f"card {handle}",
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=(handle + 1) * MIB),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert hardware.probe().gpus == (hardware.GpuFacts("card 0", MIB), hardware.GpuFacts("card 1", 2 * MIB))
-    assert closed
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert hardware.probe().gpus == ()

@@ -376,6 +376,10 @@ def test_llama3_scaling_is_recognised_from_its_factors(tmp_path):
         ("llama", {"llama__attention__value_length": 32}, UnsupportedModelError, "heads of keys have 64"),
         ("llama", {"llama__rope__scaling__type": "longrope"}, UnsupportedModelError, "'longrope'"),
         ("llama", {"llama__rope__scaling__attn_factor": 1.5}, UnsupportedModelError, r"attn_factor is 1\.5"),
+        ("llama", {"llama__attention__scale": 0.5}, UnsupportedModelError, r"attention\.scale is 0\.5"),
+        ("llama", {"llama__logit_scale": 0.25}, UnsupportedModelError, r"logit_scale is 0\.25"),
+        ("llama", {"llama__residual_scale": 0.25}, UnsupportedModelError, r"residual_scale is 0\.25"),
+        ("llama", {"llama__embedding_scale": 12.0}, UnsupportedModelError, r"embedding_scale is 12\.0"),
         ("qwen3_moe", {"qwen3moe__expert_gating_func": 2}, UnsupportedModelError, "expert_gating_func is 2"),
         ("llama", {"llama__attention__head_count": 0}, CorruptFileError, "head_count is 0"),
         ("llama", {"llama__attention__head_count_kv": 5}, CorruptFileError, "divisor of head_count 6"),
@@ -403,6 +407,16 @@ def test_settings_that_are_refused(family, changes, error, match, tmp_path):
     with pytest.raises(error, match=match) as caught:
         read_model(path)
     assert caught.value.hint
+
+
+def test_scales_that_change_nothing_are_fine(tmp_path):
+    """Head dimension 64: the scale of attention is 1 / 8 anyway."""
+    model, path = oracle.shared_checkpoint("llama")[0], tmp_path / "m.gguf"
+    metadata = metadata_of(model.config, oracle.VOCAB)
+    for attention, other in ((0.125, 1.0), (0.0, 0.0)):
+        scales = {f"llama.{name}_scale": other for name in ("logit", "residual", "embedding")}
+        write(path, metadata | scales | {"llama.attention.scale": attention}, converted(model))
+        assert read_model(path).head_dim == 64
 
 
 def test_what_is_missing_is_named(tmp_path):

@@ -155,6 +155,11 @@ def hub(weights, tmp_path, monkeypatch):
             },
             "acme/one-gguf": {"README.md": b"", "mmproj-F16.gguf": b"GGUF", "tiny-Q8_0.gguf": b"GGUF one"},
             "acme/ggufs": {"config.json": config, "a-Q4_0.gguf": b"GGUF a", "q8/b-Q8_0.gguf": b"GGUF b"},
+            "acme/split": {
+                **{f"big-0000{k}-of-00003.gguf": b"GGUF %d" % k for k in (1, 2, 3)},
+                "mmproj-F16.gguf": b"GGUF",
+            },
+            "acme/holes": {"big-00001-of-00002.gguf": b"GGUF 1", "a-00001-of-00001.gguf": b"GGUF"},
             "acme/pickles": {"config.json": config, "pytorch_model.bin": b"pickle"},
             "acme/gated": {},
         }
@@ -255,9 +260,26 @@ def test_hub_gguf_files(hub):
     assert not hub.transfers("a-Q4_0.gguf")
 
 
+@pytest.mark.parametrize("named", ["", "/big-00001-of-00003.gguf", "/big-00003-of-00003.gguf@v1"])
+def test_split_gguf_file_arrives_whole(hub, named):
+    """Its parts are one model; whichever part is named, the first is what is read."""
+    first = resolve(f"hf:acme/split{named}")
+    assert first.name == "big-00001-of-00003.gguf"
+    assert [path.read_bytes() for path in sorted(first.parent.iterdir())] == [b"GGUF 1", b"GGUF 2", b"GGUF 3"]
+    assert resolve(f"hf:acme/split{named}", offline=True) == first
+    first.with_name("big-00002-of-00003.gguf").unlink()
+    with pytest.raises(NetworkError, match="not all of it"):
+        resolve(f"hf:acme/split{named}", offline=True)
+    resolve(f"hf:acme/split{named}")
+    assert first.with_name("big-00002-of-00003.gguf").read_bytes() == b"GGUF 2"
+
+
 @pytest.mark.parametrize(
     ("model", "error", "words"),
     [
+        ("hf:acme/holes", UsageError, "2 GGUF files"),
+        ("hf:acme/holes/big-00001-of-00002.gguf", UsageError, "holds no file big-00002-of-00002"),
+        ("hf:acme/holes/big-00009-of-00002.gguf", UsageError, "holds no file big-00009-of-00002"),
         ("hf:acme/absent", UsageError, "does not exist, or is private"),
         ("hf:acme/tiny@v9", UsageError, "does not exist in this revision"),
         ("hf:acme/tiny/absent.gguf", UsageError, "holds no file absent.gguf"),

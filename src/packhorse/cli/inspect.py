@@ -14,13 +14,12 @@ from packhorse.cli.common import (
     find_model,
     print_json,
 )
-from packhorse.core.cost import conv_state_bytes, recurrent_state_bytes
 from packhorse.core.errors import PackhorseError
-from packhorse.core.formats import COMPUTE_DTYPES, kv_token_bytes
 from packhorse.core.units import format_bytes
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
 from packhorse.facts.weights import expected_params, weight_classes
+from packhorse.plan.account import kv_token_bytes, snapshot_bytes
 from packhorse.text.template import ChatTemplate
 from packhorse.text.tokenizer import Tokenizer, needs_transformers
 
@@ -83,21 +82,11 @@ def describe(facts: ModelFacts) -> dict[str, Any]:
         "tensor_bytes": facts.file_bytes,
         "bytes_by_class": weight_classes(facts),
         "bytes_by_format": dict(sorted(formats.items(), key=lambda item: -item[1])),
-        "kv_bytes_per_token": facts.num_full_layers
-        * kv_token_bytes(KV_CODEC, facts.num_kv_heads, facts.head_dim),
-        "state_bytes_per_sequence": _state_bytes(facts),
+        "kv_bytes_per_token": kv_token_bytes(facts, KV_CODEC),
+        "state_bytes_per_sequence": snapshot_bytes(facts, KV_CODEC),
         **_text_part(facts),
         "notes": list(facts.notes),
     }
-
-
-def _state_bytes(facts: ModelFacts) -> int:
-    delta = facts.delta
-    if delta is None:
-        return 0
-    conv = conv_state_bytes(delta.conv_dim, delta.conv_kernel, COMPUTE_DTYPES[KV_CODEC].block_bytes)
-    recurrent = recurrent_state_bytes(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
-    return facts.num_linear_layers * (conv + recurrent)
 
 
 def _text_part(facts: ModelFacts) -> dict[str, Any]:

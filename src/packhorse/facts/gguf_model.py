@@ -31,7 +31,7 @@ _CONTROL = 3
 """Token type of control tokens."""
 _QWEN_STOPS = ("<|im_end|>", "<|endoftext|>")
 # Settings whose other values would change the arithmetic. Absent is fine.
-_MUST_BE: dict[str, tuple[object, ...]] = {
+_MUST_BE: dict[str, tuple[float, ...]] = {
     "expert_gating_func": (0, 1),
     "expert_weights_scale": (0.0, 1.0),
     "expert_group_count": (0, 1),
@@ -40,6 +40,9 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "attention.sliding_window": (0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
 }
 
 
@@ -70,6 +73,15 @@ def is_later_part(file: Path) -> bool:
     """Whether a file name is that of a second or later part of a split GGUF file."""
     match = _SPLIT_NAME.match(file.name)
     return match is not None and int(match[2]) > 1
+
+
+def split_parts(name: str) -> list[str]:
+    """The names of all parts of the split GGUF file that `name` is a part of, the first one first; `name`
+    alone where it is not that of a part."""
+    match = _SPLIT_NAME.match(name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        return [name]
+    return [f"{match[1]}-{number:05d}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
 
 
 def _join_parts(header: GgufHeader) -> GgufHeader:
@@ -125,6 +137,7 @@ class _Reader:
         if heads % kv_heads:
             raise own.wrong("attention.head_count_kv", kv_heads, f"a divisor of head_count {heads}")
         head_dim = self.head_dim(hidden, heads)
+        self.must_be("attention.scale", (0.0, head_dim**-0.5))
         rope, context = self.rope(head_dim)
         moe_layers = tuple(
             family in MOE and f"blk.{index}.ffn_gate_inp.weight" in self.tensors
@@ -176,13 +189,19 @@ class _Reader:
                 hint=f"Packhorse runs {', '.join(ARCHITECTURES)}.",
             )
         for key, known in _MUST_BE.items():
-            value = self.own.get(key)
-            if value is not None and value not in known:
-                raise UnsupportedModelError(
-                    f"{self.file}: {self.own.prefix}{key} is {value!r}; only {known[-1]!r} is supported.",
-                    hint="Choose another model.",
-                    field=key,
-                )
+            self.must_be(key, known)
+
+    def must_be(self, key: str, known: tuple[float, ...]) -> None:
+        """Refuses a setting of another value than those known, up to the rounding of fp32. Absent is fine."""
+        value = self.own.get(key)
+        number = isinstance(value, int | float)
+        if value is None or (number and any(math.isclose(value, v, rel_tol=1e-6) for v in known)):
+            return
+        raise UnsupportedModelError(
+            f"{self.file}: {self.own.prefix}{key} is {value!r}; only {known[-1]!r} is supported.",
+            hint="Choose another model.",
+            field=key,
+        )
 
     def has(self, leaf: str) -> bool:
         return any(name.startswith("blk.") and name.endswith("." + leaf) for name in self.tensors)

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory, instructions, graphics cards. Without torch."""
+"""What this process may use of the machine: cores, memory, instructions. Without torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_i
 
 
 @dataclass(frozen=True)
-class GpuFacts:
-    """A graphics card by its driver's name; memory in bytes, all of it."""
-
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
 class HardwareFacts:
     """num_cores: logical processors this process may keep busy, by affinity and cgroup quota.
     num_physical_cores: of these, counted without their hyper-threads. ram_bytes: installed, or the cgroup's
@@ -32,7 +24,6 @@ class HardwareFacts:
     ram_bytes: int
     ram_available: int
     cpu_features: tuple[str, ...] = ()
-    gpus: tuple[GpuFacts, ...] = ()
 
     @property
     def has_native_bf16(self) -> bool:
@@ -55,7 +46,6 @@ def probe(root: Path = Path("/")) -> HardwareFacts:
         ram_bytes=min([memory.total, *(limit for limit, _ in limits)]),
         ram_available=max(0, min([memory.available, *(limit - used for limit, used in limits)])),
         cpu_features=_cpu_features(root),
-        gpus=_gpus(),
     )
 
 
@@ -120,21 +110,3 @@ def _cpu_features(root: Path) -> tuple[str, ...]:
         if name.strip().lower() in ("flags", "features"):
             return tuple(name for name in _FEATURES if name in value.split())
     return ()
-
-
-def _gpus() -> tuple[GpuFacts, ...]:
-    """Cards the NVIDIA driver lists; none where pynvml or the driver is not there."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library, no driver, no permission: all mean no card to plan for
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            GpuFacts(str(pynvml.nvmlDeviceGetName(handle)), pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-            for handle in handles
-        )
-    finally:
-        pynvml.nvmlShutdown()

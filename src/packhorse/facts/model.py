@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packhorse.core.formats import FORMATS, Format
+from packhorse.core.formats import Format
 from packhorse.core.types import LayerKind
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -163,6 +163,3 @@ class ModelFacts:
     def file_bytes(self) -> int:
         """Bytes of all tensors in the files, used or not."""
         return sum(t.num_bytes for t in self.tensors.values())
-
-
-__all__ = ["FAMILIES", "FORMATS", "DeltaFacts", "ModelFacts", "MoeFacts", "RopeFacts", "TensorFacts"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.core.errors import NetworkError, PackhorseError, RefusedError, UsageError
+from packhorse.facts.gguf_model import is_later_part, split_parts
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -34,7 +35,8 @@ def fetch_repo(
 ) -> Path:
     """The checkpoint folder of a repository, or one GGUF file of it.
 
-    Without `file`: its safetensors checkpoint, else its only GGUF file. A complete copy in the cache is used
+    Without `file`: its safetensors checkpoint, else its only GGUF file. Of a split GGUF file, whichever part
+    is named, all parts are fetched and the first is returned. A complete copy in the cache is used
     without a look at the network, unless `refresh`. Raises UsageError for what does not exist, RefusedError
     for a repository that is closed or holds no data format, NetworkError.
     """
@@ -71,8 +73,13 @@ def _cached(repo: str, file: str | None, revision: str | None, offline: bool) ->
 
     try:
         if file is not None:
-            found = try_to_load_from_cache(repo, file, revision=revision)
-            return Path(found) if isinstance(found, str) else None
+            paths = []
+            for part in split_parts(file):
+                found = try_to_load_from_cache(repo, part, revision=revision)
+                if not isinstance(found, str):
+                    return None
+                paths.append(Path(found))
+            return paths[0]
         folder = Path(
             snapshot_download(
                 repo,
@@ -88,8 +95,10 @@ def _cached(repo: str, file: str | None, revision: str | None, offline: bool) ->
         raise UsageError(f"hf:{repo} names no repository: {error}", hint="Write hf:org/name.") from error
     if _is_checkpoint(folder):
         return folder
-    ggufs = sorted(folder.glob("*.gguf"))
-    return ggufs[0] if offline and len(ggufs) == 1 else None
+    ggufs = [path for path in folder.glob("*.gguf") if not is_later_part(path)]
+    if not offline or len(ggufs) != 1:
+        return None
+    return ggufs[0] if all((folder / part).is_file() for part in split_parts(ggufs[0].name)) else None
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -107,12 +116,13 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _choose(api: HfApi, repo: str, revision: str | None) -> str | None:
-    """None for a safetensors checkpoint, else the repository's only GGUF file."""
+    """None for a safetensors checkpoint, else the repository's only GGUF file (the first part, if split)."""
     siblings = api.model_info(repo, revision=revision).siblings or []
     files = [sibling.rfilename for sibling in siblings]
     if any(name.endswith(".safetensors") and "/" not in name for name in files):
         return None
     ggufs = [name for name in files if name.endswith(".gguf") and not name.startswith("mmproj")]
+    ggufs = [name for name in ggufs if not is_later_part(Path(name))]
     if len(ggufs) == 1:
         return ggufs[0]
     if ggufs:
@@ -133,12 +143,13 @@ def _download(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
+    parts = [] if file is None else split_parts(file)
     for attempt in range(1, ATTEMPTS + 1):
         try:
             folder = snapshot_download(
                 repo,
                 revision=revision,
-                allow_patterns=CHECKPOINT_PATTERNS if file is None else [file],
+                allow_patterns=parts or CHECKPOINT_PATTERNS,
                 ignore_patterns=IGNORED_PATTERNS if file is None else None,
                 tqdm_class=_progress_bar(progress),
             )
@@ -146,10 +157,10 @@ def _download(
         except Exception as error:
             if attempt == ATTEMPTS or not _is_unreachable(error):
                 raise
-    path = Path(folder) / (file or "")
-    if file is not None and not path.is_file():
-        raise UsageError(f"hf:{repo} holds no file {file}.", hint="Check its spelling.", file=file)
-    return path
+    for part in parts:
+        if not (Path(folder) / part).is_file():
+            raise UsageError(f"hf:{repo} holds no file {part}.", hint="Check its spelling.", file=part)
+    return Path(folder, *parts[:1])
 
 
 def _progress_bar(progress: Callable[[int, int], None] | None) -> Any:
