@@ -17,6 +17,11 @@ import transformers
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 VOCAB = 193
+BOUND = 1e-4
+"""Of `relative_error` in fp32; reached are 1e-6 to 1e-5."""
+BOUNDS_16_BIT = {torch.bfloat16: 0.04, torch.float16: 0.008}
+"""Of `rms_error`; reached are 2.0 to 2.4 % and 0.25 to 0.3 %, by transformers 2.8 to 4.4 % and 0.4 to 1.2 %.
+Single logits lie up to 5 % of the largest off in bf16, so their maximum says little."""
 
 _COMMON = {
     "vocab_size": VOCAB,
@@ -56,6 +61,48 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _MOE | _HYBRID | _SHARED),
 }
+# Bends frequencies and scales cos and sin within a few hundred tokens.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+# What a config.json may say beside a family's usual fields: family and changed fields.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-yarn": ("qwen3", {"rope_parameters": _YARN}),
+    "qwen3-yarn-factor": ("qwen3", {"rope_parameters": _YARN | {"attention_factor": 0.8}}),
+    "qwen3_5-yarn": ("qwen3_5", {"rope_parameters": _YARN | {"partial_rotary_factor": 0.25}}),
+    "llama-llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-linear": ("llama", {"rope_parameters": _LINEAR}),
+    "llama-attention-bias": ("llama", {"attention_bias": True}),
+    "llama-mlp-bias": ("llama", {"mlp_bias": True}),
+    "qwen3-attention-bias": ("qwen3", {"attention_bias": True}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe-raw-shares": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe-dense-layers": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ),
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 96,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
@@ -65,6 +112,16 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> transformers.PreTr
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, model_name)(config).eval().float()
+        redraw(model)
+    return model
+
+
+def make_model_with_vision(seed: int = 0) -> transformers.PreTrainedModel:
+    """A tiny qwen3_5 as it is published: text and vision parts, each with a config of its own."""
+    config = transformers.Qwen3_5Config(text_config=_COMMON | _HYBRID, vision_config=_VISION)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.Qwen3_5ForConditionalGeneration(config).eval().float()
         redraw(model)
     return model
 
@@ -103,13 +160,24 @@ def save(
 
 
 @cache
-def shared_checkpoint(family: str) -> tuple[transformers.PreTrainedModel, Path]:
-    """One model and its folder a process; nobody may change either."""
+def shared_checkpoint(name: str) -> tuple[transformers.PreTrainedModel, Path]:
+    """The model of a family or a variant, and its folder: one a process, nobody may change either."""
     import tempfile
 
-    model = make_model(family)
-    folder = Path(tempfile.mkdtemp(prefix=f"packhorse-{family}-"))
+    family, changes = VARIANTS.get(name, (name, {}))
+    model = make_model(family, **changes)
+    folder = Path(tempfile.mkdtemp(prefix=f"packhorse-{name}-"))
     return model, save(model, folder)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference over the largest wanted value."""
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The root mean square of the differences over that of the wanted values."""
+    return float((got - want).norm() / want.norm())
 
 
 @torch.no_grad()

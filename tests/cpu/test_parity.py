@@ -4,23 +4,11 @@ import pytest
 import torch
 
 import oracle
-from engines import ask, load_folder, make_engine, tiny_model
+from engines import ask, load_folder, make_engine, one_pass, tiny_model
+from oracle import BOUND, BOUNDS_16_BIT, relative_error, rms_error
+from packhorse.facts.read import read_model
 
-BOUND = 1e-4  # of the largest logit; what is reached is 1e-6 to 1e-5
 PROMPT_LEN = 300
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
-
-
-def all_logits(engine, ids, first, name):
-    """Logits at positions first .. len(ids) - 1: read ids[: first + 1], then feed the rest one by one."""
-    got = []
-    for end in range(first + 1, len(ids) + 1):
-        ask(engine, ids[:end], name=f"{name}{end}")
-        got.append(engine.runner.logits[f"{name}{end}", end - 1])
-    return torch.stack(got)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -97,3 +85,46 @@ def test_checkpoint_forms(family, fused, shards, tmp_path):
         ask(engine, ids)
         logits.append(engine.runner.logits["r", 69])
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("variant", oracle.VARIANTS)
+def test_what_a_config_may_say(variant, exact):
+    """Every position of one pass, and the last one read in chunks from a prefix."""
+    reference, _ = oracle.shared_checkpoint(variant)
+    model = tiny_model(variant, exact)
+    ids = oracle.random_ids(PROMPT_LEN)
+    want = oracle.oracle_logits(reference, ids)
+    assert relative_error(one_pass(model, ids), want) < BOUND
+    engine = make_engine(model, chunk_len=64)
+    ask(engine, ids[:129], name="before")
+    _, event = ask(engine, ids)
+    assert event.usage.cached_len == 128
+    assert relative_error(engine.runner.logits["r", PROMPT_LEN - 1], want[-1]) < BOUND
+
+
+def test_text_of_a_model_with_vision(tmp_path):
+    """The text part is loaded from under its prefix; what is left out is noted, and weighs nothing."""
+    reference = oracle.make_model_with_vision()
+    folder = oracle.save(reference, tmp_path)
+    facts = read_model(folder)
+    assert "Images and video are not read: the vision part is left out." in facts.notes
+    vision = [t for t in facts.tensors.values() if "visual" in t.name]
+    assert any(n.startswith(f"{len(vision)} tensors") and "vision" in n for n in facts.notes)
+    ids = oracle.random_ids(PROMPT_LEN)
+    want = oracle.oracle_logits(reference, ids)
+    for exact in (False, True):
+        model = load_folder(folder, exact=exact)
+        assert relative_error(one_pass(model, ids), want) < BOUND
+    assert model.storage_bytes < sum(t.num_bytes for t in facts.tensors.values() if t not in vision) * 1.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_16_bit(family, dtype):
+    """Every position of one prompt, teacher-forced, against fp32."""
+    reference, folder = oracle.shared_checkpoint(family)
+    ids = oracle.random_ids(PROMPT_LEN)
+    got = one_pass(load_folder(folder, dtype=dtype), ids)
+    error = rms_error(got, oracle.oracle_logits(reference, ids))
+    assert BOUND < error < BOUNDS_16_BIT[dtype]

