@@ -57,7 +57,10 @@ def test_usage_names_every_command_and_option():
     for name in cli.COMMANDS:
         assert f"`{name}" in USAGE
     options = {
-        o for name in ("ask", "chat", "demo", "pull") for p in cli.load_command(name).params for o in p.opts
+        o
+        for name in ("ask", "chat", "demo", "pull", "bench")
+        for p in cli.load_command(name).params
+        for o in p.opts
     }
     missing = sorted(option for option in options if option.startswith("--") and option not in USAGE)
     assert not missing
