@@ -2,6 +2,7 @@
 
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,22 @@ def test_what_templates_may_use():
         ("{{ dict(a=1)['a'] ~ none ~ absent ~ 'b' }}", "1Noneb"),
         ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
         ("{{ 'ab' * 2 + 'c' }}", "ababc"),
+        ("{{ '%-4s|%03d|%.2f' % ('a', 7, 1.5) }}", "a   |007|1.50"),
+        ("{{ '%s and %s' | format('a', 'b') }}{{ '%(x)s' | format(x=1) }}", "a and b1"),
+        ("{{ '{:>4}|{x:.1f}'.format('a', x=2) }}", "   a|2.0"),
+        ("{{ '{a}'.format_map({'a': 1}) }}{{ ('<{}>' | safe).format('<') }}", "1<&lt;>"),
+        ("{{ 'a' | center(3) }}{{ 'a\nb' | indent(2) }}{{ 'aXb' | replace('X', '--') }}", " a a\n  ba--b"),
+        (
+            "{{ ['a', 1, none] | join(', ') }}{{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }}",
+            "a, 1, None1-2",
+        ),
+        ("{{ [1, 2] | map('string') | map('center', 3) | list }}", "[' 1 ', ' 2 ']"),
+        ("{{ 'a'.ljust(2) + 'b'.rjust(2) + '1'.zfill(2) + '-'.join(['c', 'd']) }}", "a  b01c-d"),
+        ("{{ [{'a': [1]}] | tojson(indent=1) }}", '[\n {\n  "a": [\n   1\n  ]\n }\n]'),
+        (
+            "{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2] | sum }}{{ messages | length }}",
+            "[[1, 2], [3, 0]]31",
+        ),
     ]:
         assert ChatTemplate(source).render([USER]) == expected
 
@@ -306,6 +323,8 @@ DOUBLED = "{% set ns = namespace(x=%s) %}{% for i in range(200) %}{% set ns.x = 
         "{{ 7 ** (10 ** 9) }}",
         "{{ range(10 ** 9) | list }}",
         "{{ 'x' | center(10 ** 14) }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}"
+        "{% set ns.x = ns.x + ['x' * 900000] %}{% endfor %}",
     ],
 )
 def test_templates_end_in_time(source):
@@ -313,6 +332,60 @@ def test_templates_end_in_time(source):
     with pytest.raises(TokenizerError, match="template was stopped"):
         ChatTemplate(source).render([USER])
     assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' | center(200000000) }}",
+        "{{ range(99999) | map('center', 1000) | join }}",
+        "{{ range(99999) | map('center', 1000) | list | length }}",
+        "{{ range(99999) | join('x' * 1000) }}",
+        "{{ ['x' * 900000] * 1000 }}",
+        "{{ (['x' * 900000] * 1000) | join }}",
+        "{{ (['x' * 900000] * 1000) | string | length }}",
+        "{{ (['x' * 900000] * 1000) ~ '' }}",
+        "{{ (['x' * 900000] * 1000) | tojson | length }}",
+        "{{ [1] | tojson(indent=200000000) }}",
+        "{{ ([[0] * 90000] * 1000) | sum(start=[]) | length }}",
+        "{{ [1] | batch(100000000, 'x') | list | length }}",
+        "{{ ('x' * 9000) | replace('x', 'y' * 9000) }}",
+        "{{ 'x' | replace('x', ['y' * 900000] * 1000) }}",
+        "{{ ('\n' * 9000) | indent(9000, blank=true) }}",
+        "{{ ('x ' * 9000) | wordwrap(1, wrapstring='y' * 9000) }}",
+        "{{ '%200000000d' % 1 }}",
+        "{{ '%*d' % (200000000, 1) }}",
+        "{{ '%.200000000f' % 1.5 }}",
+        "{{ ('%(x)s' * 9000) % {'x': 'y' * 90000} }}",
+        "{{ '%200000000d' | format(1) }}",
+        "{{ '{:200000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 200000000) }}",
+        "{{ '{a:200000000}'.format_map({'a': 1}) }}",
+        "{{ ('{0}' * 9000).format('y' * 90000) }}",
+        "{{ ('{:200000000}' | safe).format(1) }}",
+        "{{ 'x'.ljust(200000000) }}",
+        "{{ 'x'.rjust(200000000) }}",
+        "{{ 'x'.center(200000000) }}",
+        "{{ 'x'['center'](200000000) }}",
+        "{{ 'x'.zfill(200000000) }}",
+        "{{ 'x'.encode().zfill(200000000) }}",
+        "{{ ('x'.encode() * 200000000) | length }}",
+        "{{ (1).to_bytes(200000000, 'big') | length }}",
+        "{{ '\t'.expandtabs(200000000) }}",
+        "{{ ('x' * 9000).replace('x', 'y' * 90000) }}",
+        "{{ ('x' * 9000).translate({120: 'y' * 90000}) }}",
+        "{{ ('y' * 9000).join('x' * 9000) }}",
+        "{{ strftime_now('%Y' * 900000) }}",
+    ],
+)
+def test_nothing_large_is_built_before_it_is_refused(source):
+    tracemalloc.start()
+    try:
+        with pytest.raises(TokenizerError, match="template was stopped"):
+            ChatTemplate(source).render([USER])
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_bounds_leave_room_for_long_chats():

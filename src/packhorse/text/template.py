@@ -1,40 +1,49 @@
 """Chat templates: messages to the one text that the model was trained on.
 
-Templates come with models, from people we do not know: they run in Jinja's immutable sandbox, and what they
-may build and how long they may loop is bounded. Helpers and settings are those that transformers gives them.
+Templates come with models, from people we do not know: they run in Jinja's immutable sandbox. How long they
+may loop is bounded, and so is each text and list that they build (before it is built: text/bounds.py), and
+the sum of these. Helpers and settings are those that transformers gives them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
+import markupsafe
 from jinja2.exceptions import SecurityError
 
 from packhorse.core.errors import InvalidRequestError, TokenizerError
 from packhorse.facts.model import ModelFacts
+from packhorse.text import bounds
 from packhorse.text.tokenizer import Tokenizer
 
 MAX_LOOP_STEPS = 100_000
 """Rounds of all loops and calls of macros in one rendering: a chat of thousands of turns needs a tenth."""
 EXTRA_CHARS = 1_000_000
 """Characters that a rendering may hold beside four times those of its messages and tools."""
+REBUILDS = 200
+"""Times that bound is what all texts of one rendering may hold together, those thrown away included: a
+template that adds turn after turn to one text copies it at each turn."""
 MARKED_TURNS = 16
 """Last turns whose ends are marked: earlier ones were marked when they were last. Each costs a rendering."""
 
 MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
+MAX_DATE_FORMAT = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]
@@ -274,15 +283,24 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     `start` sets the bounds of one rendering.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            finalize=self._written,
         )
+        # Nothing is built before `start`: what Jinja would compute when it compiles is left to the rendering.
         self.steps_left = 0
         self.max_chars = 0
+        self.chars_left = 0
         self.filters["tojson"] = _tojson
+        self.filters["join"] = _join
+        self.filters.pop("urlize")  # each link grows by its arguments, and chats need no HTML
+        for name, function in list(self.filters.items()):
+            self.filters[name] = self._bounded_filter(name, function)
         self.globals.pop("lipsum")
         self.globals.update(
             raise_exception=_raise_exception,
@@ -295,6 +313,7 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Begins a rendering that may build strings and lists of `max_chars` at most."""
         self.steps_left = MAX_LOOP_STEPS
         self.max_chars = max_chars
+        self.chars_left = REBUILDS * max_chars
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         bounded: jinja2.nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
@@ -318,25 +337,126 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def bounded_concat(self, *parts: Any) -> str:
         """What `~` does."""
-        return self.concat(str(part) for part in parts)
+        text: str = self._built(self.concat(str(self._written(part)) for part in parts))
+        return text
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """What +, * and ** do, refused where the result would be beyond all bounds."""
+        """What +, *, ** and % do, refused where the result would be beyond all bounds."""
         if operator == "*":
             for value, times in ((left, right), (right, left)):
-                if isinstance(value, str | list | tuple) and isinstance(times, int):
+                if isinstance(value, str | bytes | list | tuple) and isinstance(times, int):
                     self._check(len(value) * times)
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             self._check(bits)
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, str | list | tuple):
-            self._check(len(result))
-        return result
+        if operator == "%" and isinstance(left, str | bytes):
+            self._check(bounds.percent_size(left, right, self.max_chars))
+        return self._built(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """What calls do: methods of texts and numbers are refused where they would build too much."""
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str | bytes):
+            if name in bounds.METHOD_SIZES:
+                __self._check(bounds.METHOD_SIZES[name](owner, *args, **kwargs))
+            elif name == "join":
+                args = tuple(__self._joinable(owner, arg) for arg in args)
+        elif name == "to_bytes" and isinstance(owner, int):
+            __self._check(max((arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)), default=0))
+        return __self._built(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """str.format, with its widths and the sum of its fields bounded."""
+        wrapped: Any = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text, by_map = value.__self__, value.__name__ == "format_map"
+        escaping = isinstance(text, markupsafe.Markup)
+
+        @functools.wraps(wrapped)
+        def format_bounded(*args: Any, **kwargs: Any) -> str:
+            formatter: Any = _EscapeFormatter(self, escape=text.escape) if escaping else _Formatter(self)
+            # Refuses with Python's words what is called with other arguments than these.
+            given, named = ((), args[0]) if by_map and len(args) == 1 and not kwargs else (args, kwargs)
+            return type(text)(formatter.vformat(text, given, named))
+
+        return format_bounded
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0
+        estimate = bounds.FILTER_SIZES.get(name)
+
+        @functools.wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            given = args[first:]
+            if name in bounds.TEXT_FILTERS:
+                for value in (*given, *kwargs.values()):
+                    if isinstance(value, list | tuple | dict):
+                        self._check(bounds.text_size(value, self.max_chars))
+            if estimate is not None:
+                self._check(estimate(*given, **kwargs))
+            elif name == "format" and given:
+                values = kwargs or given[1:]
+                self._check(bounds.percent_size(str(given[0]), values, self.max_chars))
+            result = function(*args, **kwargs)
+            return self._counted(result) if isinstance(result, Iterator) else self._built(result)
+
+        return bounded
+
+    def _joinable(self, separator: str | bytes, items: Any) -> Any:
+        """The items to join, as a list of bounded size."""
+        values = list(items)
+        self._check(sum(bounds.shallow_size(item) + len(separator) for item in values))
+        return values
+
+    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
+        """What a filter yields one by one; all of it together is bounded, whoever gathers it."""
+        total = 0
+        for item in items:
+            total += bounds.shallow_size(item)
+            self._check(total)
+            yield item
+
+    def _written(self, value: Any) -> Any:
+        """What `{{ }}` writes, before it is made a text."""
+        if isinstance(value, list | tuple | dict):
+            self._check(bounds.text_size(value, self.max_chars))
+        return value
+
+    def _built(self, value: Any) -> Any:
+        """A value that an operation has made, counted."""
+        if isinstance(value, str | bytes | list | tuple):
+            self._check(len(value))
+            self.chars_left -= len(value)
+            if self.chars_left < 0:
+                raise SecurityError(
+                    f"it builds texts of more than {REBUILDS * self.max_chars} characters in all"
+                )
+        return value
 
     def _check(self, size: int) -> None:
         if size > self.max_chars:
             raise SecurityError(f"it builds more than {self.max_chars} characters out of these messages")
+
+
+class _Formatter(jinja2.sandbox.SandboxedFormatter):
+    """str.format for one text; stops where its fields hold more than the environment lets it build."""
+
+    def __init__(self, env: _BoundedEnvironment, **kwargs: Any) -> None:
+        super().__init__(env, **kwargs)
+        self.bounding = env
+        self.total = 0
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        env = self.bounding
+        size = bounds.text_size(value, env.max_chars) if isinstance(value, str | list | tuple | dict) else 0
+        self.total += size + bounds.width_of(format_spec)
+        env._check(self.total)
+        return super().format_field(value, format_spec)
+
+
+class _EscapeFormatter(_Formatter, jinja2.sandbox.SandboxedEscapeFormatter):
+    """The same for texts marked as HTML."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -379,17 +499,33 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > MAX_DATE_FORMAT:
+        raise SecurityError(f"it formats a date by more than {MAX_DATE_FORMAT} characters")
     return datetime.now().strftime(format)
 
 
+@jinja2.pass_environment
+def _join(env: _BoundedEnvironment, items: Any, d: str = "", attribute: str | int | None = None) -> str:
+    """Jinja's join (which escapes nothing here), its result bounded before it is built."""
+    if attribute is not None:
+        items = map(jinja2.filters.make_attrgetter(env, attribute), items)
+    separator = str(d)
+    return separator.join(env._joinable(separator, (str(env._written(item)) for item in items)))
+
+
+@jinja2.pass_environment
 def _tojson(
+    env: _BoundedEnvironment,
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is, where Jinja's own filter would escape HTML."""
+    step = len(indent) if isinstance(indent, str) else indent or 0
+    between = 2 if separators is None else sum(map(len, separators))
+    env._check(bounds.text_size(value, env.max_chars, step, between))
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
