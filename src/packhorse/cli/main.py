@@ -37,6 +37,7 @@ COMMANDS: dict[str, Entry] = {
     "demo": Entry("packhorse.cli.demo", "Watch a small model read a document once and answer two questions."),
     "serve": Entry("packhorse.cli.serve", "Serve a model through OpenAI's API."),
     "bench": Entry("packhorse.cli.bench", "Measure a server under load."),
+    "verify": Entry("packhorse.cli.verify", "Measure whether a model finds what it has read."),
     "version": Entry("packhorse.cli.version", "Print the versions of packhorse and what it runs on."),
 }
 

@@ -1,0 +1,209 @@
+"""packhorse verify: does a model, as this engine runs it, find what it has read?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from packhorse.cli import asking
+from packhorse.cli.common import CacheOption, JsonOption, ModelArgument, OfflineOption, note, print_json
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import UsageError
+from packhorse.core.units import format_bytes
+from packhorse.verify.tasks import read_haystack
+
+if TYPE_CHECKING:
+    from packhorse.verify.recall import Asker, Grid
+
+
+class What(StrEnum):
+    """What is verified."""
+
+    RECALL = "recall"
+    LADDER = "ladder"
+
+
+WhatArgument = Annotated[
+    What,
+    typer.Argument(
+        help="recall: facts found, over lengths and depths. ladder: length, memory, first token, speed and "
+        "recall up to the window."
+    ),
+]
+TasksOption = Annotated[str, typer.Option("--tasks", metavar="NAMES", help="Tasks by commas, or all.")]
+LengthsOption = Annotated[str, typer.Option("--lengths", metavar="N,N", help="Tokens of the prompts.")]
+DepthsOption = Annotated[
+    int, typer.Option("--depths", metavar="N", help="How many depths, from the text's start to its end.")
+]
+SamplesOption = Annotated[
+    int, typer.Option("--n", metavar="N", help="Samples of each task, length and depth.")
+]
+LanguagesOption = Annotated[
+    str, typer.Option("--languages", metavar="NAMES", help="en, zh or both by commas.")
+]
+DensityOption = Annotated[
+    float | None,
+    typer.Option(
+        "--density", metavar="X", help="Distractors a thousand tokens. [default: what the task has]"
+    ),
+]
+HaystackOption = Annotated[
+    Path | None,
+    typer.Option("--haystack", metavar="DIR", help="Hide facts in the .txt and .md files of a folder."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="The first sample's seed.")]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write every answer as JSON; a cut run goes on from it."),
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write heat maps as one HTML file.")
+]
+AgainstOption = Annotated[
+    Path | None,
+    typer.Option("--against", metavar="FILE", help="Compare in pairs with an earlier report (McNemar)."),
+]
+
+
+def command(
+    what: WhatArgument,
+    model: ModelArgument,
+    tasks: TasksOption = "single,multi_key",
+    lengths: LengthsOption = "4096",
+    depths: DepthsOption = 5,
+    n: SamplesOption = 5,
+    languages: LanguagesOption = "en",
+    density: DensityOption = None,
+    haystack: HaystackOption = None,
+    seed: SeedOption = 0,
+    report: ReportOption = None,
+    html: HtmlOption = None,
+    against: AgainstOption = None,
+    think: asking.ThinkOption = None,
+    context: asking.ContextOption = None,
+    threads: asking.ThreadsOption = None,
+    dtype: asking.DtypeOption = EngineConfig.dtype,
+    device: asking.DeviceOption = EngineConfig.device,
+    exact: asking.ExactOption = False,
+    chat_template: asking.ChatTemplateOption = None,
+    json: JsonOption = False,
+    cache: CacheOption = None,
+    offline: OfflineOption = False,
+) -> None:
+    """What is wrong with options is said before the model is loaded."""
+    from packhorse.verify.recall import ANSWER_ROOM, Asker  # imports torch
+
+    grid = make_grid(tasks, lengths, depths, n, languages, density, seed)
+    sentences = None if haystack is None else read_haystack(haystack)
+    if what is What.LADDER and (report or html or against):
+        raise UsageError("A ladder has no report file.", hint="Leave out --report, --html and --against.")
+    if context is None and what is What.RECALL:
+        context = max(grid.lengths) + ANSWER_ROOM
+    config = EngineConfig(
+        context=context, sequences=1, dtype=dtype, device=device, exact=exact, threads=threads
+    )
+    session = asking.open_session(
+        model, config, note, cache=cache, offline=offline, chat_template=chat_template, think=think
+    )
+    asker = Asker(session, think, sentences, density)
+    if what is What.LADDER:
+        run_ladder(asker, json)
+    else:
+        run_recall(asker, grid, haystack, report, html, against, json)
+
+
+def make_grid(
+    tasks: str, lengths: str, depths: int, n: int, languages: str, density: float | None, seed: int
+) -> Grid:
+    """The grid of the options. Raises UsageError for numbers that are none and names that are not known."""
+    from packhorse.verify.recall import Grid, even_depths
+    from packhorse.verify.tasks import TASKS
+
+    try:
+        numbers = tuple(int(part.replace("_", "")) for part in lengths.split(","))
+    except ValueError as error:
+        raise UsageError(
+            f"--lengths is {lengths!r}.", hint="Give token counts by commas, such as 4096,16384."
+        ) from error
+    if not 1 <= depths <= 100:
+        raise UsageError(f"--depths is {depths}, which is not in [1, 100].", hint="5 or 10 are usual.")
+    names = TASKS if tasks == "all" else tuple(tasks.split(","))
+    return Grid(names, numbers, even_depths(depths), n, tuple(languages.split(",")), density, seed)
+
+
+def run_recall(
+    asker: Asker,
+    grid: Grid,
+    haystack: Path | None,
+    report_file: Path | None,
+    html: Path | None,
+    against: Path | None,
+    as_json: bool,
+) -> None:
+    """Ask the grid, then print the summary and write the files."""
+    from packhorse.verify.recall import Report, compare, read_report, run_grid, settings_of
+    from packhorse.verify.report import render_html
+
+    earlier = None if against is None else read_report(against)["records"]
+    report = Report(report_file, settings_of(asker.session, grid, haystack))
+    if report.records:
+        note(f"{report_file} holds {len(report.records):,} answers; going on from there.")
+    run_grid(asker, grid, report, progress())
+    document = report.document()
+    comparison = None if earlier is None else compare(report.records, earlier)
+    if html is not None:
+        html.write_text(render_html(document, comparison), encoding="utf-8")
+    if as_json:
+        more = {} if comparison is None else {"comparison": asdict(comparison)}
+        print_json({k: v for k, v in document.items() if k != "records"} | more)
+        return
+    print(f"{'task':<18}{'language':<10}{'tokens':>9}{'right':>8}{'of':>6}{'rate':>9}   95 % interval")
+    for row in document["summary"]:
+        print(
+            f"{row['task']:<18}{row['language']:<10}{row['length']:>9,}{row['right']:>8}{row['n']:>6}"
+            f"{row['rate']:>9.1%}   {row['low']:.1%} - {row['high']:.1%}"
+        )
+    if comparison is not None:
+        print(
+            f"against {against}: {comparison.pairs} pairs, {comparison.only_first} right here alone, "
+            f"{comparison.only_second} there alone, McNemar p {comparison.p:.3g}"
+        )
+
+
+def progress() -> Callable[[int, int, dict[str, Any]], None]:
+    """A line on standard error, rewritten on a terminal."""
+    right = asked = 0
+
+    def show(done: int, total: int, record: dict[str, Any]) -> None:
+        nonlocal right, asked
+        right, asked = right + record["right"], asked + 1
+        text = f"{done:,}/{total:,}  {record['task']} {record['length']:,}  right {right}/{asked}"
+        if sys.stderr.isatty():
+            print(f"\r{text:<70}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif done == total or asked % 20 == 0:
+            note(text)
+
+    return show
+
+
+def run_ladder(asker: Asker, as_json: bool) -> None:
+    """Climb to the window and print a table."""
+    from packhorse.verify.ladder import climb, rungs
+
+    def show(row: dict[str, Any]) -> None:
+        print(
+            f"{row['length']:>9,}{format_bytes(row['peak_bytes']):>13}{row['first_token_s']:>13.2f} s"
+            f"{row['tokens_per_s']:>9.1f}   {'found' if row['right'] else 'NOT FOUND'}"
+        )
+
+    if not as_json:
+        print(f"{'tokens':>9}{'peak memory':>13}{'first token':>15}{'tok/s':>9}   fact")
+    rows = climb(asker, rungs(asker.session.window), on_row=None if as_json else show)
+    if as_json:
+        print_json({"model": asker.session.facts.name, "rows": rows})

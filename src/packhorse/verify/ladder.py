@@ -1,0 +1,47 @@
+"""Rungs up to the window: length, memory, first token, speed and whether the fact was found."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from packhorse.verify.recall import ANSWER_ROOM, Asker
+
+FIRST_RUNG = 1024
+
+
+def rungs(window: int) -> tuple[int, ...]:
+    """Prompt lengths from FIRST_RUNG in doublings, and the longest that the window holds."""
+    longest = window - ANSWER_ROOM
+    lengths = []
+    length = FIRST_RUNG
+    while length < longest:
+        lengths.append(length)
+        length *= 2
+    return (*lengths, longest) if longest > 0 else ()
+
+
+def climb(
+    asker: Asker,
+    lengths: Sequence[int],
+    task: str = "multi_key",
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each length. peak_bytes: the process's largest resident size so far."""
+    rows = []
+    for length in lengths:
+        trial = {"task": task, "language": "en", "length": length, "depth": 0.5, "seed": length}
+        record = asker.ask(asker.sample(trial))
+        row = {
+            "length": length,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "first_token_s": record["first_token_s"],
+            "tokens_per_s": record["tokens_per_s"],
+            "right": record["right"],
+            "answer": record["answer"],
+        }
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    return rows

@@ -1,0 +1,108 @@
+"""A recall report as one HTML file that loads nothing: figures, heat maps and wrong answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from packhorse.verify.recall import Comparison, Record, rates, summarize
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
+body { color: #1d2733 }
+h1 { font-size: 1.5rem }
+h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse; margin: .6rem 0 }
+th { font-weight: 600; text-align: right }
+td, th { padding: .3rem .7rem; font-variant-numeric: tabular-nums }
+tr > :first-child { text-align: left }
+.heat td { text-align: center; min-width: 4.2rem; border: 2px solid #fff }
+.heat small { display: block; font-size: 11px; opacity: .75 }
+.figures td { text-align: right }
+.figures tr { border-bottom: 1px solid #e3e8ee }
+code { background: #f1f4f8; padding: 0 .25rem }
+@media (prefers-color-scheme: dark) {
+  body { background: #12171e; color: #dbe3ec }
+  .heat td { border-color: #12171e; color: #10151b }
+  .figures tr { border-color: #2b3543 }
+  code { background: #202835 }
+}
+"""
+MAX_WRONG = 40
+
+
+def render_html(document: dict[str, Any], comparison: Comparison | None = None) -> str:
+    """The page of a report's document (`Report.document`)."""
+    settings, records = document["settings"], document["records"]
+    given = [(n, str(value)) for n, value in settings.items() if value is not None]
+    about = ", ".join(f"{name} <code>{escape(value)}</code>" for name, value in given)
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width, initial-scale=1'>",
+        f"<title>Recall of {escape(str(settings['model']))}</title><style>{STYLE}</style>",
+        f"<h1>Recall of {escape(str(settings['model']))}</h1>",
+        f"<p>{len(records):,} questions; {about}. An answer is right when it names all that was asked "
+        "for and nothing else of that kind. Intervals are Wilson's, 95&nbsp;%.</p>",
+        _figures(summarize(records)),
+    ]
+    if comparison is not None:
+        parts.append(_comparison(comparison))
+    for task, language in dict.fromkeys((r["task"], r["language"]) for r in records):
+        ours = [r for r in records if (r["task"], r["language"]) == (task, language)]
+        parts.append(f"<h2>{escape(task)} ({escape(language)})</h2>{_heat_map(ours)}")
+    parts.append(_wrong([r for r in records if not r["right"]]))
+    return "\n".join(parts)
+
+
+def _figures(rows: Sequence[dict[str, Any]]) -> str:
+    head = "<tr><th>task<th>language<th>tokens<th>right<th>of<th>rate<th>interval<th>no answer"
+    body = "".join(
+        f"<tr><td>{escape(r['task'])}<td>{escape(r['language'])}<td>{r['length']:,}"
+        f"<td>{r['right']}<td>{r['n']}"
+        f"<td>{r['rate']:.1%}<td>{r['low']:.1%} - {r['high']:.1%}<td>{r['unfinished']}"
+        for r in rows
+    )
+    return f"<table class=figures>{head}{body}</table>"
+
+
+def _heat_map(records: Sequence[Record]) -> str:
+    """Depths down, lengths across."""
+    cells = {(r["depth"], r["length"]): r for r in rates(records, ("depth", "length"))}
+    depths, lengths = sorted({d for d, _ in cells}), sorted({n for _, n in cells})
+    head = "<tr><th>depth" + "".join(f"<th>{n:,}" for n in lengths)
+    rows = []
+    for depth in depths:
+        row = "".join(_cell(cells.get((depth, length))) for length in lengths)
+        rows.append(f"<tr><th>{depth:.0%}{row}")
+    return f"<table class=heat>{head}{''.join(rows)}</table>"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "<td>"
+    # From red through yellow to green, of even lightness.
+    colour = f"hsl({round(130 * row['rate'])} 62% 68%)"
+    title = f"{row['right']} of {row['n']}, {row['low']:.1%} to {row['high']:.1%}"
+    count = f"<small>{row['right']}/{row['n']}</small>"
+    return f"<td style='background:{colour}' title='{title}'>{row['rate']:.0%}{count}"
+
+
+def _comparison(c: Comparison) -> str:
+    return (
+        f"<h2>Against the other report</h2><p>{c.pairs:,} pairs: {c.both:,} right in both, "
+        f"{c.only_first:,} here alone, {c.only_second:,} there alone; McNemar's exact p is {c.p:.3g}.</p>"
+    )
+
+
+def _wrong(records: Sequence[Record]) -> str:
+    if not records:
+        return "<p>No answer was wrong.</p>"
+    head = "<tr><th>task<th>tokens<th>depth<th>expected<th>answer"
+    body = "".join(
+        f"<tr><td>{escape(r['task'])}<td>{r['length']:,}<td>{r['depth']:.0%}"
+        f"<td>{escape(', '.join(r['expected']))}<td>{escape(r['answer']) or '(none)'}"
+        for r in records[:MAX_WRONG]
+    )
+    shown = f"the first {MAX_WRONG} of {len(records):,}" if len(records) > MAX_WRONG else f"{len(records):,}"
+    return f"<h2>Wrong answers ({shown})</h2><table class=figures>{head}{body}</table>"
