@@ -75,6 +75,7 @@ class ToolCallSplitter:
         }
         self._held = ""
         self._at_start = True
+        self._blank = ""
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """What became clear with `text`, in order."""
@@ -137,13 +138,14 @@ class ToolCallSplitter:
         joined: list[str | ToolCall] = []
         for part in parts:
             if isinstance(part, ToolCall):
-                self._at_start = True
+                self._at_start, self._blank = True, ""
                 joined.append(part)
-                continue
-            text = part.lstrip() if self._at_start and part.strip() == "" else part
-            if text:
-                self._at_start = False
-                joined.append(text)
+            elif self._at_start and not part.strip():
+                # Whether it is the form's or the answer's shows with what follows.
+                self._blank += part
+            elif part:
+                joined.append(self._blank + part)
+                self._at_start, self._blank = False, ""
         return joined
 
 
