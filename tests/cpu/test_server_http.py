@@ -378,7 +378,8 @@ def test_an_answer_that_fails_late_is_cut_off(live):
     assert json.loads(received)["error"]["code"] == "step_failed"
 
 
-def test_nan_logits_fail_one_request(live):
+def test_nan_logits_fail_one_request(live, monkeypatch):
+    monkeypatch.setattr(live.service, "config", replace(live.service.config, keep_alive=10.0))
     original = live.runner.run
 
     def run(step, views):

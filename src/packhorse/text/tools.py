@@ -138,14 +138,13 @@ class ToolCallSplitter:
         joined: list[str | ToolCall] = []
         for part in parts:
             if isinstance(part, ToolCall):
-                self._at_start, self._blank = True, ""
+                self._blank, self._at_start = "", True
                 joined.append(part)
             elif self._at_start and not part.strip():
-                # Whether it is the form's or the answer's shows with what follows.
                 self._blank += part
-            elif part:
+            else:
                 joined.append(self._blank + part)
-                self._at_start, self._blank = False, ""
+                self._blank, self._at_start = "", False
         return joined
 
 
