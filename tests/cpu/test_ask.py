@@ -168,8 +168,8 @@ def test_a_terminal_shows_thoughts_and_a_bar(monkeypatch, capsys, tmp_path):
     script(monkeypatch, "seven?\n</think>\n\nN\x1b[31mine.<|im_end|>")
     for stream in (sys.stderr, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    document = write(tmp_path / "long.txt", "The hut has nine mules. " * 30)
-    assert ask("--document", document, QUESTION, template=THINKING) == 0
+    document = write(tmp_path / "long.txt", "The hut has nine mules. " * 55)
+    assert ask("--context", 4096, "--document", document, QUESTION, template=THINKING) == 0
     captured = capsys.readouterr()
     # What a model writes must not steer a terminal.
     assert captured.out == "N[31mine.\n"
