@@ -7,6 +7,7 @@
 import argparse
 import contextlib
 import json
+import os
 import random
 import sys
 import threading
@@ -57,22 +58,23 @@ class Soak:
             self.memory.append((time.monotonic() - began, process.memory_info().rss, process.num_fds()))
         for thread in threads:
             thread.join(300)
+        assert not any(thread.is_alive() for thread in threads), "a call hangs"
 
     def report(self) -> dict:
-        """Medians of the first and the last fifth after the warm-up: a slope that noise does not hide."""
+        """Medians of each fifth after the warm-up: a slope that noise does not hide."""
         warm = [m for m in self.memory if m[0] >= WARM_SHARE * self.memory[-1][0]]
         part = max(1, len(warm) // 5)
 
         def median(values: list[int]) -> int:
             return sorted(values)[len(values) // 2]
 
-        first, last = (median([m[1] for m in w]) for w in (warm[:part], warm[-part:]))
+        course = [median([m[1] for m in warm[i * part : (i + 1) * part]]) for i in range(5)]
+        first, last = course[0], course[-1]
         return {
             "requests": dict(self.counts),
             "errors": self.errors[:5],
             "num_errors": len(self.errors),
-            "rss_first": first,
-            "rss_last": last,
+            "rss": course,
             "growth": round(last / first - 1, 5),
             "fds": (warm[0][2], max(m[2] for m in warm), self.memory[-1][2]),
         }
@@ -173,6 +175,7 @@ def soak(minutes: float, model: str | None, words: int, max_tokens: int) -> dict
             metrics.split('packhorse_pages{state="used",tier="device"} ')[1].split()[0]
         )
         report["health"] = live.get("/health").json()
+        report["tracebacks"] = os.pread(live.log.fileno(), 1 << 28, 0).count(b"Traceback")
         print(json.dumps(report, indent=1), flush=True)
         return report
 
@@ -180,6 +183,7 @@ def soak(minutes: float, model: str | None, words: int, max_tokens: int) -> dict
 def check(report: dict) -> None:
     assert report["num_errors"] == 0, report["errors"]
     assert abs(report["growth"]) <= MAX_GROWTH, report
+    assert report["tracebacks"] == 0
     assert report["pages_used_at_end"] == 0 and report["health"]["status"] == "ready"
     assert sum(report["requests"].values()) > 100
 
