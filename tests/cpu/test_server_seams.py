@@ -1,5 +1,7 @@
 """What the server needs of the engine: biases, steering, log-probabilities of prompts, steps that fail."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,8 +9,12 @@ import engines
 import oracle
 from packhorse.core.errors import ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import FinishReason, Request, SamplingParams
+from packhorse.facts.model import MoeFacts
 from packhorse.kernels import dispatch
+from packhorse.kernels.experts.ref import expert_mix, route
 from packhorse.kernels.linear import cpu as linear_cpu
+from packhorse.layers.linear import Linear
+from packhorse.layers.mlp import Moe
 
 
 class Only:
@@ -136,3 +142,31 @@ def test_sixteen_bit_products_off_the_row_grid(rows):
     assert out.shape == (rows, 40)
     torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-1)
     assert linear_cpu.off_grid(x) == (rows in (17, 31, 100))
+
+
+def test_sixteen_bit_experts_keep_to_the_row_grid(monkeypatch):
+    """However tokens fall to the experts, oneDNN meets few numbers of rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    x, router = draw(150, 32), draw(6, 32).float()
+    experts = SimpleNamespace(gate_up_proj=draw(6, 48, 32), down_proj=draw(6, 32, 24))
+    weights = SimpleNamespace(gate=Linear(router), experts=experts)
+    share, chosen = route(x.float() @ router.T, 2, True)
+    counts = torch.bincount(chosen.flatten()).tolist()
+    assert any(count > 16 and count % 16 for count in counts)
+    expected = expert_mix(x, share, chosen, experts.gate_up_proj, experts.down_proj)
+    met = []
+    product = torch.nn.functional.linear
+
+    def record(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        met.append((x.dtype, x.shape[0]))
+        return product(x, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", record)
+    out = Moe(MoeFacts(6, 2, 24, 0, True), exact=False)(x, weights)
+    rows = [rows for dtype, rows in met if dtype == torch.bfloat16]
+    assert len(rows) == 12 and all(number <= 16 or number % 16 == 0 for number in rows)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))

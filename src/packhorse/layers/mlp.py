@@ -6,6 +6,7 @@ from torch import Tensor
 
 from packhorse.core.protocols import LayerWeights
 from packhorse.facts.model import MoeFacts
+from packhorse.kernels.dispatch import linear
 from packhorse.kernels.experts.ref import expert_mix, route, swiglu
 
 
@@ -30,7 +31,13 @@ class Moe:
         """x [T, H] -> [T, H] fp32."""
         share, experts = route(weights.gate(x.float()), self.facts.top_k, self.facts.norm_topk)
         out = expert_mix(
-            x, share, experts, weights.experts.gate_up_proj, weights.experts.down_proj, exact=self.exact
+            x,
+            share,
+            experts,
+            weights.experts.gate_up_proj,
+            weights.experts.down_proj,
+            exact=self.exact,
+            product=linear,
         )
         if self.facts.shared_dim:
             gate = weights.shared_expert_gate(x).float().sigmoid()

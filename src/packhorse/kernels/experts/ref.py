@@ -5,6 +5,8 @@ Letters: T tokens, H hidden, E experts, K experts a token, I inner size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,13 +32,21 @@ def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def expert_mix(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, exact: bool = False
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    exact: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor] = linear,
 ) -> Tensor:
     """Sum over each token's experts of weight * down(swiglu(gate_up(x))): x [T, H] -> [T, H] fp32.
 
     weights, experts: [T, K] of `route`. gate_up: [E, 2 I, H], down: [E, H, I], indexable by expert.
     Each hit expert is one product over its tokens; a token's K results are added in the order of its experts'
     rank. exact: an expert multiplies all T rows, so that a row's bits do not depend on who else is routed.
+    product: what multiplies, as kernels.linear.ref.linear does.
     """
     num_tokens, top_k = experts.shape
     parts = x.new_zeros(num_tokens * top_k, x.shape[1], dtype=torch.float32)
@@ -47,8 +57,8 @@ def expert_mix(
         if count:
             slots = order[start : start + count]
             tokens = slots // top_k
-            hidden = linear(x if exact else x[tokens], gate_up[expert])
-            result = linear(swiglu(hidden, x.dtype), down[expert]).float()
+            hidden = product(x if exact else x[tokens], gate_up[expert])
+            result = product(swiglu(hidden, x.dtype), down[expert]).float()
             parts[slots] = result[tokens] if exact else result
             start += count
     ranked = parts.view(num_tokens, top_k, -1)
