@@ -1,7 +1,7 @@
 """The only table of bits: how many bytes values take in each storage format.
 
 A format stores `block_len` values in `block_bytes` bytes. Sources: the safetensors dtype names; the GGUF
-block structures (type numbers as in the GGUF specification).
+block structures (type numbers as in the GGUF specification). Packed formats are those that kernels compute on.
 """
 
 from __future__ import annotations
@@ -71,6 +71,78 @@ GGUF_UNSUPPORTED: dict[int, str] = {
 }  # fmt: skip
 
 COMPUTE_DTYPES: dict[str, Format] = {"fp32": FORMATS["F32"], "bf16": FORMATS["BF16"], "fp16": FORMATS["F16"]}
+
+TILE_ROWS = 16
+TILE_COLS = 64
+LINE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How a matrix [N, K] of few-bit codes is laid out for the kernels; the whole picture: docs/formats.md.
+
+    16 rows make a row block: a run of column blocks, each a header of whole 128-byte lines and its tiles of
+    16 x 64 codes. N is padded to 16 and K to 64, with values of 0.
+
+    kind says what a code q of a group of `group_len` columns means:
+    symmetric (q - 2^(bits-1)) * scale; zero (q - zero) * scale; min q * scale + min; fp8 e4m3(q) * scale;
+    k d * sc * q - dmin * m; q6_k d * sc * (q - 32).
+    """
+
+    name: str
+    bits: int
+    group_len: int
+    kind: str
+    block_cols: int
+    header_bytes: int
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of 16 x 64 codes: a plane of 4 bits and one of the rest, or bytes."""
+        return TILE_ROWS * TILE_COLS * self.bits // 8
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles of a whole column block."""
+        return self.block_cols // TILE_COLS
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole column block, header and tiles."""
+        return self.header_bytes + self.block_tiles * self.tile_bytes
+
+    def num_row_blocks(self, num_rows: int) -> int:
+        """Row blocks of a matrix with `num_rows` rows."""
+        return ceil_div(num_rows, TILE_ROWS)
+
+    def row_bytes(self, num_cols: int) -> int:
+        """Bytes of one row block. A last column block has its whole header and only the tiles there are."""
+        tiles = ceil_div(num_cols, TILE_COLS)
+        return ceil_div(tiles, self.block_tiles) * self.header_bytes + tiles * self.tile_bytes
+
+    def num_bytes(self, num_rows: int, num_cols: int) -> int:
+        """Bytes of a matrix [num_rows, num_cols]."""
+        return self.num_row_blocks(num_rows) * self.row_bytes(num_cols)
+
+
+def _packed_formats() -> list[PackedFormat]:
+    kinds = (("", "symmetric", 1), ("z", "zero", 2), ("m", "min", 2))
+    groups = [
+        PackedFormat(f"int{bits}{letter}-g{group}", bits, group, kind, 4 * group, lines * LINE_BYTES)
+        for bits in (4, 5, 6, 8)
+        for letter, kind, lines in kinds
+        for group in (16, 32, 64, 128)
+    ]
+    return [
+        *groups,
+        PackedFormat("fp8-g128", 8, 128, "fp8", 512, 2 * LINE_BYTES),
+        PackedFormat("q4_k", 4, 32, "k", 256, 2 * LINE_BYTES),
+        PackedFormat("q5_k", 5, 32, "k", 256, 2 * LINE_BYTES),
+        PackedFormat("q6_k", 6, 16, "q6_k", 256, 3 * LINE_BYTES),
+    ]
+
+
+PACKED: dict[str, PackedFormat] = {form.name: form for form in _packed_formats()}
 
 
 def kv_token_bytes(codec: str, num_kv_heads: int, head_dim: int) -> int:
