@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 from train_recall.corpus import make_document
 from train_recall.evaluate import Cell, measure, start_samples
 from train_recall.muon import Optimizer
@@ -37,6 +39,9 @@ CURRICULUM: Curriculum = (
     (0.80, {131072: 2, 32768: 3, 8192: 3, 2048: 2}),
 )
 WARM_UP = 60
+ANSWER_POWER = 0.25
+"""A document weighs as the number of its answers' tokens to this power: it has hundreds of keys to ask for, but
+only one list of most frequent words."""
 
 
 class Documents(torch.utils.data.Dataset):
@@ -86,8 +91,29 @@ def save(net: RecallNet, folder: Path, kind: str, step: int) -> None:
     partial.replace(folder / f"{kind}.safetensors")
 
 
+def repeatable() -> None:
+    """The same command gives the same weights to the bit on the same card and software. Before CUDA is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def answer_loss(logits: Tensor, targets: Tensor, owners: Tensor, documents: int) -> tuple[Tensor, Tensor]:
+    """The loss to train on, and the plain mean a token. logits [R, V], targets [R], owners [R]: the row's document.
+
+    Both are 0 without rows: there are documents that no answer fits in.
+    """
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    counts = torch.bincount(owners, minlength=documents).clamp(min=1)
+    weights = counts[owners].float() ** (ANSWER_POWER - 1)
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-9), losses.detach().sum() / max(
+        1, len(losses)
+    )
+
+
 def train(args: argparse.Namespace) -> None:
-    """One command's part of a run."""
+    """One command's part of a run; without steps it only measures."""
+    repeatable()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,6 +145,7 @@ def train(args: argparse.Namespace) -> None:
     mean = torch.zeros((), device=device)
     balance = torch.zeros((), device=device)
     last_print, last_save, count, marks = time.monotonic(), time.monotonic(), 0, []
+    step = args.first - 1
     for step, (ids, labels) in zip(steps, loader, strict=True):
         B, T = ids.shape
         ids, labels = ids.to(device).long().flatten(), labels.to(device).long().flatten()
@@ -126,13 +153,12 @@ def train(args: argparse.Namespace) -> None:
         if (B, T) not in batches:
             batches[B, T] = make_batch(net.config, B, T, device)
         logits = net(ids, batches[B, T], rows, dtype)
-        # A batch of documents that no answer fits in has no rows.
-        loss = F.cross_entropy(logits, labels[rows], reduction="sum") / max(1, len(rows))
+        loss, plain = answer_loss(logits, labels[rows], rows // T, B)
         even = net.balance()
         (loss + args.balance * even).backward()
         part = rate(step, args.total, args.first)
         optimizer.step(args.matrix_rate * part, args.other_rate * part)
-        mean += loss.detach()
+        mean += plain
         balance += even.detach()
         count += 1
         if step < args.first + 5 or (step + 1) % 50 == 0:
