@@ -8,13 +8,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import kernel_cases as cases
 from packhorse.facts.model import RopeFacts
 from packhorse.kernels import dispatch
-from packhorse.kernels.attention import cpu
+from packhorse.kernels.attention import flash
 from packhorse.kernels.linear import cpu as linear_cpu
 from packhorse.kernels.rope.ref import frequencies
 
 
 def test_the_cpu_twin_of_attention_is_there():
-    assert cpu.available, "this torch lacks the flash kernel: dispatch would fall back to the reference"
+    assert flash.fits(torch.zeros(1)), (
+        "this torch lacks the flash kernel: dispatch would fall back to the reference"
+    )
 
 
 @pytest.mark.parametrize("which", ["ref", "dispatch"])
@@ -33,7 +35,7 @@ def test_attention_16bit(dtype):
     cases.check_attention_16bit(dtype, "cpu")
 
 
-@pytest.mark.parametrize("rule", ["delta_steps", "delta_chunks", "delta_rule"])
+@pytest.mark.parametrize("rule", ["delta_steps", "delta_chunks", "delta_rule", "delta_scan"])
 @pytest.mark.parametrize("case", cases.DELTA_CASES)
 def test_delta(case, rule):
     cases.check_delta(case, "cpu", rule)
@@ -50,6 +52,11 @@ def test_conv():
 @pytest.mark.parametrize("exact", [False, True])
 def test_experts(exact):
     cases.check_experts("cpu", exact)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 37, 300])
+def test_grouped_experts(num_tokens):
+    cases.check_grouped_experts("cpu", num_tokens)
 
 
 def test_norms():

@@ -13,7 +13,7 @@ import torch
 import oracle
 from engines import ask, load_folder, make_engine
 from packhorse.core.protocols import Segment
-from packhorse.kernels.attention import cpu, ref
+from packhorse.kernels.attention import flash, ref
 from packhorse.kernels.rope.ref import frequencies
 from packhorse.layers import delta_net, mlp
 from packhorse.models.model import Model
@@ -165,14 +165,14 @@ def beta_dropped(model: Model, patch: Patch) -> None:
 
 def last_key_hidden(model: Model, patch: Patch) -> None:
     """The causal mask is off by one for the past: the newest stored key is not seen."""
-    real = cpu._flash
+    real = flash._flash
 
-    def flash(q, k, v, *rest, **more):
-        if not rest[1] and k.shape[2] > 1:
+    def narrow(q, k, v, causal, scale):
+        if not causal and k.shape[2] > 1:
             k, v = k[:, :, :-1], v[:, :, :-1]
-        return real(q, k, v, *rest, **more)
+        return real(q, k, v, causal, scale)
 
-    patch.setattr(cpu, "_flash", flash)
+    patch.setattr(flash, "_flash", narrow)
 
 
 def segments_averaged(model: Model, patch: Patch) -> None:

@@ -24,7 +24,7 @@ def test_attention_16bit(dtype):
     cases.check_attention_16bit(dtype, "cuda")
 
 
-@pytest.mark.parametrize("rule", ["delta_steps", "delta_chunks"])
+@pytest.mark.parametrize("rule", ["delta_steps", "delta_chunks", "delta_scan"])
 @pytest.mark.parametrize("case", cases.DELTA_CASES)
 def test_delta(case, rule):
     cases.check_delta(case, "cuda", rule)
@@ -32,6 +32,11 @@ def test_delta(case, rule):
 
 def test_delta_strong_decay():
     cases.check_delta_strong_decay("cuda")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 37, 300])
+def test_grouped_experts(num_tokens):
+    cases.check_grouped_experts("cuda", num_tokens)
 
 
 def test_conv():

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from packhorse.core.protocols import Segment
-from packhorse.kernels.attention import cpu, ref
+from packhorse.kernels.attention import flash, ref
 from packhorse.kernels.linear import cpu as linear_cpu
 from packhorse.kernels.linear import ref as linear_ref
 
 
 def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
     """Causal attention, shapes of kernels.attention.ref.attention."""
-    if q.device.type == "cpu" and cpu.available:
-        return cpu.attention(q, segments, position, scale)
+    if flash.fits(q):
+        return flash.attention(q, segments, position, scale)
     return ref.attention(q, segments, position, scale)
 
 

@@ -1,8 +1,13 @@
-"""Attention on the CPU through torch's flash kernel, which returns the log-sum-exp that merging needs."""
+"""Attention through the library kernels of torch that return the log-sum-exp which merging needs.
+
+The CPU has one for each type. A card has flash attention from sm_80 and a memory-efficient kernel before that,
+both for 16 bits only. None is public API: where this torch lacks one, `fits` says no and `ref` stands in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +22,34 @@ PARTS, PART_LEN = 4, 256
 """One query over at least PARTS * PART_LEN keys is cut into so many parts: the kernel spreads heads over the
 threads, and with few key/value heads some would stand idle."""
 
-_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-available = _flash is not None
-"""Whether this torch has the kernel: it is not public API, and `ref` stands in where it is gone."""
+_on_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_on_ampere: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
+_on_turing: Any = getattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", None)
+
+
+def fits(q: Tensor) -> bool:
+    """Whether there is a library kernel for q's device and type."""
+    if q.device.type == "cpu":
+        return _on_cpu is not None
+    if q.dtype == torch.float32:
+        return False
+    return (_on_ampere if _has_flash(q) else _on_turing) is not None
+
+
+def _has_flash(q: Tensor) -> bool:
+    return torch.cuda.get_device_capability(q.device)[0] >= 8
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [B, H, T, D], k and v [B, H, S, D]: out [B, H, T, D] and log-sum-exp [B, H, T] fp32."""
+    if q.device.type == "cpu":
+        out, lse = _on_cpu(q, k, v, 0.0, causal, scale=scale)
+    elif _has_flash(q):
+        out, lse = _on_ampere(q, k, v, 0.0, causal, scale=scale)[:2]
+    else:
+        out, lse = _on_turing(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    # The memory-efficient kernel fills rows up.
+    return out, lse[..., : q.shape[2]]
 
 
 def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
@@ -28,7 +58,6 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     Keys before the span go in one unmasked call a segment with the query heads of a group as rows, so K and V
     are read once; the span's own keys go in one causal call.
     """
-    assert _flash is not None
     num_tokens, num_heads, _ = q.shape
     if num_tokens == 1:
         return _one_query(q, segments, scale)
@@ -39,9 +68,9 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
         if past:
             rows = group_rows(q, k.shape[1])[None]
             past_k, past_v = _heads(k[:past]), _heads(v[:past])
-            if num_tokens >= PACK_QUERIES:
+            if num_tokens >= PACK_QUERIES and q.device.type == "cpu":
                 past_k, past_v = past_k.contiguous(), past_v.contiguous()
-            out, lse = _flash(rows, past_k, past_v, 0.0, False, scale=scale)
+            out, lse = _flash(rows, past_k, past_v, False, scale)
             merger.add(out[0].reshape(num_heads, num_tokens, -1), lse[0].reshape(num_heads, num_tokens))
         if past < k.shape[0]:
             own.append((k[past:], v[past:]))
@@ -49,26 +78,25 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
         k, v = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*own, strict=True))
         groups = num_heads // k.shape[1]
         k, v = (_heads(x).repeat_interleave(groups, dim=1) for x in (k, v))
-        out, lse = _flash(q.transpose(0, 1)[None], k, v, 0.0, True, scale=scale)
+        out, lse = _flash(q.transpose(0, 1)[None], k, v, True, scale)
         merger.add(out[0], lse[0])
     return ungroup_rows(merger.result, num_tokens)
 
 
 def _one_query(q: Tensor, segments: Iterable[Segment], scale: float) -> Tensor:
     """q [1, Hq, D], which sees every key: nothing to mask. [1, Hq, D] fp32."""
-    assert _flash is not None
     outs, lses = [], []
     for _, k, v in segments:
         rows = group_rows(q, k.shape[1])[None]
         part_len = k.shape[0] // PARTS // PART_LEN * PART_LEN
         split = PARTS * part_len
         if split:
-            parts = (x[:split].unflatten(0, (PARTS, part_len)).transpose(1, 2) for x in (k, v))
-            out, lse = _flash(rows.expand(PARTS, -1, -1, -1), *parts, 0.0, False, scale=scale)
+            keys, values = (x[:split].unflatten(0, (PARTS, part_len)).transpose(1, 2) for x in (k, v))
+            out, lse = _flash(rows.expand(PARTS, -1, -1, -1), keys, values, False, scale)
             outs.append(out)
             lses.append(lse)
         if split < k.shape[0]:
-            out, lse = _flash(rows, _heads(k[split:]), _heads(v[split:]), 0.0, False, scale=scale)
+            out, lse = _flash(rows, _heads(k[split:]), _heads(v[split:]), False, scale)
             outs.append(out)
             lses.append(lse)
     out, lse = torch.cat(outs).float(), torch.cat(lses)
