@@ -145,6 +145,44 @@ def _packed_formats() -> list[PackedFormat]:
 PACKED: dict[str, PackedFormat] = {form.name: form for form in _packed_formats()}
 
 
+KV_CODECS = (*COMPUTE_DTYPES, "fp8", "k5v4", "k4v4")
+KV_GROUP_LEN = 32
+"""Values of k5v4 and k4v4 that share an fp16 scale."""
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """How K and V of a token are stored; `quant.codec` holds the layouts.
+
+    id goes with every page that leaves memory, and version changes whenever its bytes come to mean something
+    else. k_bits, v_bits: bits of a value. group_len: values along a head that share an fp16 scale, 0 where
+    there is none; those codecs rotate each head by a Hadamard matrix first.
+    """
+
+    id: int
+    k_bits: int
+    v_bits: int
+    group_len: int = 0
+    version: int = 1
+
+    @property
+    def rotated(self) -> bool:
+        """Whether values are stored in the basis of the Hadamard matrix."""
+        return self.group_len > 0
+
+
+KV_FORMATS: dict[str, KvFormat] = {
+    "fp32": KvFormat(0, 32, 32),
+    "fp16": KvFormat(1, 16, 16),
+    "bf16": KvFormat(2, 16, 16),
+    "fp8": KvFormat(3, 8, 8),
+    "k5v4": KvFormat(4, 5, 4, 32),
+    "k4v4": KvFormat(5, 4, 4, 32),
+}
+
+
 def kv_token_bytes(codec: str, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of K and V of one token of one layer in `codec` (only the compute types are built yet)."""
-    return COMPUTE_DTYPES[codec].num_bytes(2 * num_kv_heads * head_dim)
+    """Bytes of K and V of one token of one layer in `codec`, a name of KV_FORMATS."""
+    form = KV_FORMATS[codec]
+    scale_bits = 2 * 16 // form.group_len if form.rotated else 0
+    return num_kv_heads * head_dim * (form.k_bits + form.v_bits + scale_bits) // 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from packhorse.core.types import LayerKind
@@ -43,11 +44,19 @@ _GGUF = (
 
 
 class ParamGroup(NamedTuple):
-    """Weights of one class that are kept in one type. fp32: whatever the compute type is."""
+    """Weights of one class that are kept in one type. fp32: whatever the compute type is. num_cols: inputs of
+    each of `num_matrices` equal matrices, which may be packed; 0 for vectors and convolutions."""
 
     kind: str
     num_values: int
     fp32: bool = False
+    num_cols: int = 0
+    num_matrices: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs of each matrix."""
+        return self.num_values // (self.num_cols * self.num_matrices)
 
 
 def weight_classes(facts: ModelFacts) -> dict[str, int]:
@@ -83,21 +92,38 @@ def expected_params(facts: ModelFacts) -> dict[str, int]:
 def param_groups(facts: ModelFacts) -> Iterator[ParamGroup]:
     """The text model's weights from its dimensions. Source: the modules of transformers' classes."""
     H = facts.hidden_size
-    yield ParamGroup("embeddings", facts.vocab_size * H)
+    yield _matrix("embeddings", facts.vocab_size, H)
     if not facts.tied:
-        yield ParamGroup("lm_head", facts.vocab_size * H)
+        yield _matrix("lm_head", facts.vocab_size, H)
     yield ParamGroup("norms", (2 * facts.num_layers + 1) * H, fp32=True)
     for kind, moe in zip(facts.layer_kinds, facts.moe_layers, strict=True):
         yield from _attention(facts) if kind is LayerKind.FULL else _delta(facts)
-        yield from _experts(facts) if moe else [_mlp(facts)]
+        yield from _experts(facts) if moe else _mlp(facts)
+
+
+def draft_groups(facts: ModelFacts) -> Iterator[ParamGroup]:
+    """One layer of multi-token prediction, class "mtp": a full-attention layer of the model's own kind, the
+    product that joins embedding and hidden state, and its norms. It shares embeddings and lm_head."""
+    H, moe = facts.hidden_size, facts.moe is not None
+    layer = replace(facts, layer_kinds=(LayerKind.FULL,), moe_layers=(moe,))
+    own = [group for group in param_groups(layer) if group.kind not in ("embeddings", "lm_head")]
+    for group in [*own, _matrix("mtp", H, 2 * H), ParamGroup("mtp", 2 * H, fp32=True)]:
+        yield group._replace(kind="mtp")
+
+
+def _matrix(kind: str, num_rows: int, num_cols: int, num: int = 1) -> ParamGroup:
+    return ParamGroup(kind, num * num_rows * num_cols, num_cols=num_cols, num_matrices=num)
 
 
 def _attention(facts: ModelFacts) -> Iterator[ParamGroup]:
     H, D = facts.hidden_size, facts.head_dim
     q_rows = facts.num_heads * D * (2 if facts.attn_gate else 1)
     rows = q_rows + 2 * facts.num_kv_heads * D
+    yield _matrix("attention", rows, H)
+    yield _matrix("attention", H, facts.num_heads * D)
     biases = rows * facts.qkv_bias + H * facts.o_bias
-    yield ParamGroup("attention", rows * H + facts.num_heads * D * H + biases)
+    if biases:
+        yield ParamGroup("attention", biases)
     if facts.qk_norm:
         yield ParamGroup("attention", 2 * D, fp32=True)
 
@@ -105,8 +131,8 @@ def _attention(facts: ModelFacts) -> Iterator[ParamGroup]:
 def _delta(facts: ModelFacts) -> Iterator[ParamGroup]:
     delta, H = facts.delta, facts.hidden_size
     assert delta is not None
-    in_rows = delta.conv_dim + delta.value_dim + 2 * delta.num_v_heads
-    yield ParamGroup("delta_net", in_rows * H + delta.value_dim * H)
+    yield _matrix("delta_net", delta.conv_dim + delta.value_dim + 2 * delta.num_v_heads, H)
+    yield _matrix("delta_net", H, delta.value_dim)
     small = delta.conv_dim * delta.conv_kernel + 2 * delta.num_v_heads + delta.v_head_dim
     yield ParamGroup("delta_net", small, fp32=True)
 
@@ -115,11 +141,17 @@ def _experts(facts: ModelFacts) -> Iterator[ParamGroup]:
     moe, H = facts.moe, facts.hidden_size
     assert moe is not None
     yield ParamGroup("router", moe.num_experts * H, fp32=True)
-    yield ParamGroup("experts", moe.num_experts * 3 * moe.expert_dim * H)
+    yield _matrix("experts", 2 * moe.expert_dim, H, moe.num_experts)
+    yield _matrix("experts", H, moe.expert_dim, moe.num_experts)
     if moe.shared_dim:
-        yield ParamGroup("shared_expert", 3 * moe.shared_dim * H + H)
+        yield _matrix("shared_expert", 2 * moe.shared_dim, H)
+        yield _matrix("shared_expert", H, moe.shared_dim)
+        yield ParamGroup("shared_expert", H)
 
 
-def _mlp(facts: ModelFacts) -> ParamGroup:
+def _mlp(facts: ModelFacts) -> Iterator[ParamGroup]:
     H, inner = facts.hidden_size, facts.intermediate_size
-    return ParamGroup("mlp", 3 * inner * H + facts.mlp_bias * (2 * inner + H))
+    yield _matrix("mlp", 2 * inner, H)
+    yield _matrix("mlp", H, inner)
+    if facts.mlp_bias:
+        yield ParamGroup("mlp", 2 * inner + H)

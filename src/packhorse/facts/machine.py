@@ -1,0 +1,186 @@
+"""Machines to plan for, as data: rates, memory and what was measured of them.
+
+A profile is a JSON file: one of facts/profiles, or one that a user writes. `link`, `memory` and `drive` are a
+name in facts/parts.json or a rate: {"gb_s": 12}. Rates are in 1e9 bytes a second in files, bytes a second here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from packhorse.core.errors import UsageError
+from packhorse.core.units import GIB, MIB, parse_bytes
+from packhorse.facts.fields import Fields, read_object
+from packhorse.facts.hardware import probe
+
+_FOLDER = Path(__file__).parent
+_HINT = "docs/plan.md shows what a profile holds."
+
+
+@dataclass(frozen=True)
+class Card:
+    """`count` equal cards. vram_bytes: what the driver shows of one; usable_bytes: what one process can have of
+    it. read_rate: bytes a second. flops: dense fp16 products with fp32 sums, a second, of one card."""
+
+    name: str
+    count: int
+    compute_capability: int
+    vram_bytes: int
+    usable_bytes: int
+    read_rate: float
+    flops: float
+    power_w: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is made for. card: None for a machine without one. link_rate: pinned host memory to one card.
+    measured: whether the engine's times on this machine are behind the calibration. free: ram_bytes and
+    disk_bytes are what is free now, not what is installed."""
+
+    name: str
+    card: Card | None
+    link_rate: float
+    memory_rate: float
+    drive_rate: float
+    ram_bytes: int
+    disk_bytes: int
+    cores: int
+    measured: bool = False
+    free: bool = False
+    native_bf16: bool = False
+    sources: tuple[str, ...] = ()
+
+    @property
+    def num_cards(self) -> int:
+        return 0 if self.card is None else self.card.count
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles that come with Packhorse, sorted."""
+    return tuple(sorted(file.stem for file in (_FOLDER / "profiles").glob("*.json")))
+
+
+def parts(kind: str) -> tuple[str, ...]:
+    """Names that a profile's link, memory or drive may be; kind: links, memories or drives."""
+    return tuple(_data("parts")[kind])
+
+
+@cache
+def _data(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((_FOLDER / f"{name}.json").read_text())
+    return loaded
+
+
+def calibration() -> dict[str, Any]:
+    """Efficiencies and fixed sizes that predictions use, with their date and sources."""
+    return _data("calibration")
+
+
+def read_profile(
+    name: str, *, link: str | None = None, memory: str | None = None, drive: str | None = None
+) -> Machine:
+    """The machine called `name`, or that of a file at that path; link, memory and drive replace its own.
+
+    Raises UsageError for unknown names, CorruptFileError for a file with missing or impossible values.
+    """
+    file = _FOLDER / "profiles" / f"{name.lower()}.json"
+    if name.lower() not in profile_names():
+        file = Path(name).expanduser()
+        if not file.is_file():
+            raise UsageError(
+                f"There is no profile and no file {name!r}.",
+                hint=f"Profiles are {', '.join(profile_names())}. {_HINT}",
+            )
+    top = Fields(read_object(file), file)
+    given = (("link", "links", link), ("memory", "memories", memory), ("drive", "drives", drive))
+    rates = {f"{key}_rate": _rate(top, key, kind, own) for key, kind, own in given}
+    return Machine(
+        name=top.text("name") or file.stem,
+        card=_card(top.table("card")),
+        ram_bytes=int(top.number("ram_gib", low=0.1, high=1e6) * GIB),
+        disk_bytes=int(top.number("disk_gib", low=0.0, high=1e9) * GIB),
+        cores=top.integer("cores"),
+        measured=top.flag("measured", False),
+        free=top.flag("free", False),
+        native_bf16=top.flag("native_bf16", False),
+        sources=tuple(str(line) for line in top.items("sources") or ()),
+        **rates,
+    )
+
+
+def _card(fields: Fields | None) -> Card | None:
+    if fields is None:
+        return None
+    vram = fields.integer("vram_mib") * MIB
+    return Card(
+        name=fields.text("name") or "a card",
+        count=fields.integer("count", 1, high=16),
+        compute_capability=fields.integer("compute_capability", high=999),
+        vram_bytes=vram,
+        usable_bytes=min(vram, parse_bytes(f"{fields.number('usable_gib', low=0.1, high=1e4):f}GiB")),
+        read_rate=1e9 * fields.number("read_gb_s", low=1.0, high=1e6),
+        flops=1e12 * fields.number("tflops", low=0.1, high=1e6),
+        power_w=fields.number("power_w", 0.0, high=1e5),
+    )
+
+
+def _rate(top: Fields, key: str, kind: str, given: str | None) -> float:
+    known = _data("parts")[kind]
+    value = top.get(key) if given is None else given
+    if isinstance(value, str):
+        if value not in known:
+            raise UsageError(f"{key} {value!r} is not known.", hint=f"Known are {', '.join(known)}.")
+        return 1e9 * float(known[value]["gb_s"])
+    table = top.table(key)
+    if table is None and key == "link" and top.get("card") is None:
+        return 0.0
+    return 1e9 * (table or Fields({}, top.file, f"{key}.")).number("gb_s", low=1e-3, high=1e6)
+
+
+def this_machine(folder: Path) -> Machine:
+    """The machine this runs on without its cards: cores and memory as they are now, free space at `folder`,
+    rates of a common machine.
+
+    A profile that `doctor` saved says more.
+    """
+    hardware = probe()
+    while not folder.exists():
+        folder = folder.parent
+    common = {key: 1e9 * _data("parts")[kind][part]["gb_s"] for key, kind, part in _COMMON}
+    return Machine(
+        name="this machine",
+        card=None,
+        link_rate=0.0,
+        memory_rate=common["memory"],
+        drive_rate=common["drive"],
+        ram_bytes=hardware.ram_available,
+        disk_bytes=shutil.disk_usage(folder).free,
+        cores=hardware.num_physical_cores,
+        free=True,
+        native_bf16=hardware.has_native_bf16,
+        sources=(
+            "cores, memory and free space of this moment; rates of DDR4-3200 in two channels and NVMe 3",
+        ),
+    )
+
+
+_COMMON = (("memory", "memories", "ddr4-2ch"), ("drive", "drives", "nvme3"))
+
+
+def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int | None) -> Machine:
+    """The machine with less of what is given; a cap above what there is changes nothing."""
+    card = machine.card
+    if card is not None and vram is not None:
+        card = replace(card, usable_bytes=min(card.usable_bytes, vram))
+    return replace(
+        machine,
+        card=card,
+        ram_bytes=machine.ram_bytes if ram is None else min(machine.ram_bytes, ram),
+        disk_bytes=machine.disk_bytes if disk is None else min(machine.disk_bytes, disk),
+    )
