@@ -107,6 +107,36 @@ class ComputeError(PackhorseError):
     kind = "compute"
 
 
+class KernelError(PackhorseError):
+    """A GPU kernel cannot be had."""
+
+    kind = "kernel"
+
+
+class CompilerMissingError(KernelError):
+    """NVRTC or CUDA's headers are not installed."""
+
+    kind = "compiler_missing"
+
+
+class CompileError(KernelError):
+    """NVRTC or the driver refuses a kernel."""
+
+    kind = "compile"
+
+
+class DriverTooOldError(KernelError):
+    """The compiler writes code that the driver cannot read."""
+
+    kind = "driver_too_old"
+
+
+class UnsupportedCardError(KernelError):
+    """A card that is too old for the kernels, or for one of them."""
+
+    kind = "unsupported_card"
+
+
 class CancelledRequestError(PackhorseError):
     """The request was cancelled by its owner."""
 
