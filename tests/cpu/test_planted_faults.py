@@ -13,6 +13,7 @@ import torch
 import oracle
 from engines import ask, load_folder, make_engine
 from packhorse.core.protocols import Segment
+from packhorse.kernels import dispatch
 from packhorse.kernels.attention import flash, ref
 from packhorse.kernels.rope.ref import frequencies
 from packhorse.layers import delta_net, mlp
@@ -45,8 +46,8 @@ def layer_of(model: Model, full: bool) -> object:
 
 
 def state_zeroed(model: Model, patch: Patch) -> None:
-    real = delta_net.delta_rule
-    patch.setattr(delta_net, "delta_rule", lambda *a: real(*a[:-1], a[-1].zero_()))
+    real = dispatch.delta_rule
+    patch.setattr(dispatch, "delta_rule", lambda *a: real(*a[:-1], a[-1].zero_()))
 
 
 def conv_state_zeroed(model: Model, patch: Patch) -> None:
@@ -159,8 +160,8 @@ def value_heads_tiled(model: Model, patch: Patch) -> None:
 
 
 def beta_dropped(model: Model, patch: Patch) -> None:
-    real = delta_net.delta_rule
-    patch.setattr(delta_net, "delta_rule", lambda q, k, v, g, b, s: real(q, k, v, g, torch.ones_like(b), s))
+    real = dispatch.delta_rule
+    patch.setattr(dispatch, "delta_rule", lambda q, k, v, g, b, s: real(q, k, v, g, torch.ones_like(b), s))
 
 
 def last_key_hidden(model: Model, patch: Patch) -> None:

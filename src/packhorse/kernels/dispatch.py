@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from packhorse.core.protocols import Segment
 from packhorse.kernels.attention import flash, ref
+from packhorse.kernels.delta import ref as delta_ref
+from packhorse.kernels.delta.scan import delta_scan
+from packhorse.kernels.experts import ref as experts_ref
+from packhorse.kernels.experts.grouped import grouped_mix
 from packhorse.kernels.linear import cpu as linear_cpu
+from packhorse.kernels.linear import packed
 from packhorse.kernels.linear import ref as linear_ref
+from packhorse.quant.packed import PackedTensor
 
 
 def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
@@ -19,11 +26,30 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     return ref.attention(q, segments, position, scale)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Dense product, shapes of kernels.linear.ref.linear."""
+def linear(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None = None) -> Tensor:
+    """Product with a dense or packed weight, shapes of kernels.linear.ref.linear."""
+    if isinstance(weight, PackedTensor):
+        return packed.linear(x, weight, bias)
     if x.device.type == "cpu":
         if linear_cpu.fits(x, weight):
             return linear_cpu.row_product(x, weight, bias)
         if linear_cpu.off_grid(x):
             return linear_cpu.grid_product(x, weight, bias)
     return linear_ref.linear(x, weight, bias)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """Gated delta rule, shapes of kernels.delta.ref.delta_rule."""
+    if q.device.type != "cpu" and q.shape[0] > delta_ref.STEPWISE_MAX:
+        return delta_scan(q, k, v, g, beta, state)
+    return delta_ref.delta_rule(q, k, v, g, beta, state)
+
+
+def expert_mix(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, exact: bool
+) -> Tensor:
+    """Routed experts, shapes of kernels.experts.ref.expert_mix."""
+    if x.device.type != "cpu" and x.dtype != torch.float32 and not exact:
+        num = gate_up.shape[0]
+        return grouped_mix(x, weights, experts, lambda a, b: gate_up[a:b], lambda a, b: down[a:b], num, num)
+    return experts_ref.expert_mix(x, weights, experts, gate_up, down, exact=exact, product=linear)

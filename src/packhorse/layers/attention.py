@@ -11,6 +11,7 @@ from packhorse.kernels import dispatch
 from packhorse.kernels.attention import ref
 from packhorse.kernels.norm.ref import rms_norm
 from packhorse.layers.rope import Rope
+from packhorse.quant.codec import hadamard
 
 
 class Attention:
@@ -38,7 +39,10 @@ class Attention:
             q, k = self.rope(qkv[:, : num_q + num_kv], positions).split([num_q, num_kv], dim=1)
         else:
             q, k = self.rope(q, positions), self.rope(k, positions)
-        out = self._attend(q, k, v, kv_view)
+        rotated = kv_view.rotated
+        out = self._attend(hadamard(q) if rotated else q, k, v, kv_view)
+        if rotated:
+            out = hadamard(out)
         if gate is not None:
             out = out * torch.sigmoid(gate.float())
         return weights.o_proj(out.to(x.dtype).reshape(x.shape[0], num_q * dim))

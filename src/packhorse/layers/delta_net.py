@@ -9,8 +9,9 @@ from torch import Tensor
 from packhorse.core.protocols import DeltaState, KVView, LayerWeights
 from packhorse.core.types import Span
 from packhorse.facts.model import ModelFacts
+from packhorse.kernels import dispatch
 from packhorse.kernels.conv.ref import causal_conv
-from packhorse.kernels.delta.ref import delta_chunk, delta_rule
+from packhorse.kernels.delta.ref import delta_chunk
 from packhorse.kernels.norm.ref import gated_rms_norm, l2_norm
 
 
@@ -43,7 +44,9 @@ class DeltaNet:
         else:
             q, k, v = self._heads(conv)
             for rows, _, state in states:
-                mixed[rows] = delta_rule(q[rows], k[rows], v[rows], g[rows], beta[rows], state.recurrent)
+                mixed[rows] = dispatch.delta_rule(
+                    q[rows], k[rows], v[rows], g[rows], beta[rows], state.recurrent
+                )
         z = z.view(x.shape[0], d.num_v_heads, d.v_head_dim)
         out = gated_rms_norm(mixed, z, weights.norm, self.eps, x.dtype)
         return weights.out_proj(out.view(x.shape[0], d.value_dim))

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from packhorse.core.protocols import LayerWeights
 from packhorse.facts.model import MoeFacts
-from packhorse.kernels.dispatch import linear
-from packhorse.kernels.experts.ref import expert_mix, route, swiglu
+from packhorse.kernels import dispatch
+from packhorse.kernels.experts.ref import route, swiglu
 
 
 class Mlp:
@@ -30,15 +30,8 @@ class Moe:
     def __call__(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """x [T, H] -> [T, H] fp32."""
         share, experts = route(weights.gate(x.float()), self.facts.top_k, self.facts.norm_topk)
-        out = expert_mix(
-            x,
-            share,
-            experts,
-            weights.experts.gate_up_proj,
-            weights.experts.down_proj,
-            exact=self.exact,
-            product=linear,
-        )
+        matrices = weights.experts.gate_up_proj, weights.experts.down_proj
+        out = dispatch.expert_mix(x, share, experts, *matrices, exact=self.exact)
         if self.facts.shared_dim:
             gate = weights.shared_expert_gate(x).float().sigmoid()
             out = out + gate * self.shared(x, weights.shared_expert).float()
