@@ -18,6 +18,10 @@ from packhorse.core.units import GIB, MIB, parse_bytes
 from packhorse.facts.fields import Fields, read_object
 from packhorse.facts.hardware import probe
 
+SYSTEM_BYTES = 2 * GIB
+"""Host memory left to the system and a desktop at least; a quarter of it where what is free was looked up."""
+DISPLAY_BYTES = 768 * MIB
+"""What a desktop takes of a card that a display is attached to."""
 _FOLDER = Path(__file__).parent
 _HINT = "docs/plan.md shows what a profile holds."
 
@@ -118,12 +122,14 @@ def _card(fields: Fields | None) -> Card | None:
     if fields is None:
         return None
     vram = fields.integer("vram_mib") * MIB
+    usable = parse_bytes(f"{fields.number('usable_gib', low=0.1, high=1e4):f}GiB")
+    reserve = DISPLAY_BYTES if fields.flag("display", False) else 0
     return Card(
         name=fields.text("name") or "a card",
         count=fields.integer("count", 1, high=16),
         compute_capability=fields.integer("compute_capability", high=999),
         vram_bytes=vram,
-        usable_bytes=min(vram, parse_bytes(f"{fields.number('usable_gib', low=0.1, high=1e4):f}GiB")),
+        usable_bytes=max(0, min(vram, usable) - reserve),
         read_rate=1e9 * fields.number("read_gb_s", low=1.0, high=1e6),
         flops=1e12 * fields.number("tflops", low=0.1, high=1e6),
         power_w=fields.number("power_w", 0.0, high=1e5),
@@ -174,13 +180,16 @@ _COMMON = (("memory", "memories", "ddr4-2ch"), ("drive", "drives", "nvme3"))
 
 
 def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int | None) -> Machine:
-    """The machine with less of what is given; a cap above what there is changes nothing."""
+    """The machine with only what a process may take: host memory without what the system and a desktop need, a
+    twentieth of the disk free, and of each at most what is given. A cap above that changes nothing."""
     card = machine.card
     if card is not None and vram is not None:
         card = replace(card, usable_bytes=min(card.usable_bytes, vram))
+    reserve = SYSTEM_BYTES // 4 if machine.free else max(SYSTEM_BYTES, machine.ram_bytes // 8)
+    room = {"ram": max(0, machine.ram_bytes - reserve), "disk": machine.disk_bytes * 19 // 20}
     return replace(
         machine,
         card=card,
-        ram_bytes=machine.ram_bytes if ram is None else min(machine.ram_bytes, ram),
-        disk_bytes=machine.disk_bytes if disk is None else min(machine.disk_bytes, disk),
+        ram_bytes=room["ram"] if ram is None else min(room["ram"], ram),
+        disk_bytes=room["disk"] if disk is None else min(room["disk"], disk),
     )

@@ -1,13 +1,25 @@
 """Bytes of what the engine allocates, as formulas over a model's facts; the engine allocates by them too.
 
-codec: how K and V are stored, a compute type (`core.formats.COMPUTE_DTYPES`).
+codec: how K and V are stored (`core.formats.kv_token_bytes`). dtype: what is computed in, a compute type.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from packhorse.core import cost, formats
+from packhorse.core.units import MIB, ceil_div
+from packhorse.facts.machine import calibration
 from packhorse.facts.model import ModelFacts
-from packhorse.facts.weights import param_groups
+from packhorse.facts.recipes import Recipe, class_bytes
+from packhorse.facts.weights import draft_groups, param_groups
+
+FRAME_BYTES = 16 * MIB
+"""What expert slots and KV pages of a card are cut from."""
+PROCESS_BYTES = 512 * MIB
+"""Memory that is not planned: the interpreter, libraries, allocator slack."""
+PINNED_RING_BYTES = 64 * MIB
+"""Pinned host memory through which pages and weights pass on their way."""
 
 
 def kv_token_bytes(facts: ModelFacts, codec: str) -> int:
@@ -20,13 +32,23 @@ def kv_page_bytes(facts: ModelFacts, codec: str, page_len: int) -> int:
     return page_len * formats.kv_token_bytes(codec, facts.num_kv_heads, facts.head_dim)
 
 
-def snapshot_bytes(facts: ModelFacts, codec: str) -> int:
+def kv_bytes(facts: ModelFacts, codec: str, num_tokens: int, page_len: int, *, framed: bool = False) -> int:
+    """All pages of `num_tokens` tokens, over all layers; `framed`: in whole frames, as on a card."""
+    page = facts.num_full_layers * kv_page_bytes(facts, codec, page_len)
+    num_pages = ceil_div(num_tokens, page_len)
+    if not framed or page == 0:
+        return num_pages * page
+    frame = max(FRAME_BYTES, page)
+    return ceil_div(num_pages, frame // page) * frame
+
+
+def snapshot_bytes(facts: ModelFacts, dtype: str) -> int:
     """Recurrent state of all linear layers at one position: the convolution's inputs in the compute type, the
     delta rule's state in fp32. 0 for a model without such layers."""
     delta = facts.delta
     if delta is None:
         return 0
-    value_bytes = formats.COMPUTE_DTYPES[codec].block_bytes
+    value_bytes = formats.COMPUTE_DTYPES[dtype].block_bytes
     conv = cost.conv_state_bytes(delta.conv_dim, delta.conv_kernel, value_bytes)
     state = cost.recurrent_state_bytes(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
     return facts.num_linear_layers * (conv + state)
@@ -37,3 +59,91 @@ def weight_bytes(facts: ModelFacts, dtype: str) -> int:
     parameters are fp32 always."""
     compute, full = formats.COMPUTE_DTYPES[dtype], formats.COMPUTE_DTYPES["fp32"]
     return sum((full if group.fp32 else compute).num_bytes(group.num_values) for group in param_groups(facts))
+
+
+def recipe_bytes(facts: ModelFacts, recipe: Recipe) -> dict[str, int]:
+    """All weights of the text model under a recipe, by class."""
+    return class_bytes(param_groups(facts), recipe)
+
+
+def draft_bytes(facts: ModelFacts, recipe: Recipe) -> int:
+    """One layer of multi-token prediction under a recipe."""
+    return sum(class_bytes(draft_groups(facts), recipe).values())
+
+
+def expert_bytes(facts: ModelFacts, recipe: Recipe) -> int:
+    """One routed expert of one layer: what a slot holds. 0 for a model without them."""
+    num = sum(facts.moe_layers) * (facts.moe.num_experts if facts.moe else 0)
+    return recipe_bytes(facts, recipe)["experts"] // num if num else 0
+
+
+def layer_slices(facts: ModelFacts, num_cards: int) -> list[ModelFacts]:
+    """The model cut into runs of whole layers, one a card, as even as layers allow."""
+    per, rest = divmod(facts.num_layers, num_cards)
+    slices, start = [], 0
+    for card in range(num_cards):
+        stop = start + per + (card < rest)
+        kinds, moe = facts.layer_kinds[start:stop], facts.moe_layers[start:stop]
+        slices.append(replace(facts, layer_kinds=kinds, moe_layers=moe))
+        start = stop
+    return slices
+
+
+def residual_bytes(facts: ModelFacts, num_tokens: int) -> int:
+    """fp32 residual stream of the tokens of a sweep."""
+    return 4 * facts.hidden_size * num_tokens
+
+
+def activation_bytes(facts: ModelFacts, num_rows: int) -> int:
+    """The widest activations of a layer over `num_rows` tokens, in fp32: a few of them live at once."""
+    widths = [2 * facts.intermediate_size, 3 * facts.num_heads * facts.head_dim, 4 * facts.hidden_size]
+    if facts.moe is not None:
+        widths.append(facts.moe.top_k * (facts.hidden_size + 2 * facts.moe.expert_dim))
+    if facts.delta is not None:
+        widths.append(4 * facts.delta.conv_dim + 2 * facts.delta.value_dim)
+    return 4 * num_rows * 2 * max(widths)
+
+
+def logits_bytes(facts: ModelFacts, sequences: int) -> int:
+    """fp32 logits of a step and what the sampler makes of them."""
+    return 3 * 4 * sequences * facts.vocab_size
+
+
+def delta_transient_bytes(facts: ModelFacts, num_rows: int, chunk_len: int = 64) -> int:
+    """What the delta rule writes between its passes over `num_rows` tokens, fp32: keys and values corrected
+    within chunks, and the products of each chunk with itself."""
+    delta = facts.delta
+    if delta is None:
+        return 0
+    return 4 * num_rows * delta.num_v_heads * (delta.k_head_dim + delta.v_head_dim + chunk_len)
+
+
+def pending_bytes(facts: ModelFacts, sequences: int, page_len: int) -> int:
+    """Exact mode's delta-rule inputs since the last page boundary."""
+    delta = facts.delta
+    if delta is None:
+        return 0
+    values = delta.conv_dim + 2 * delta.num_v_heads
+    return 4 * sequences * facts.num_linear_layers * page_len * values
+
+
+def runtime_bytes() -> int:
+    """What a card holds beside our pools: CUDA context, cuBLAS workspace, slack of the allocator."""
+    sizes = calibration()["device_mib"]
+    return MIB * int(sizes["context"] + sizes["cublas"] + sizes["allocator"])
+
+
+def graph_bytes(sequences: int) -> int:
+    """Pools of the captured decode steps: one for each power of two up to `sequences`."""
+    return (
+        MIB * int(calibration()["device_mib"]["graphs_per_bucket"]) * (max(1, sequences - 1).bit_length() + 1)
+    )
+
+
+def document_bytes(
+    facts: ModelFacts, codec: str, dtype: str, num_tokens: int, page_len: int, snapshot_len: int
+) -> int:
+    """A document kept for reuse: its pages, a snapshot at each grid point and one at its end."""
+    snapshots = num_tokens // snapshot_len + 1
+    pages = kv_bytes(facts, codec, num_tokens, page_len)
+    return pages + snapshots * snapshot_bytes(facts, dtype)

@@ -1,0 +1,303 @@
+"""Where everything goes: one model, one machine, one job -> bytes by tier and consumer, or what is missing.
+
+    card:  fixed | weights | states | KV frames | frames: expert slots, lent to a sweep while a prompt is read
+    host:  process | embeddings | snapshots | every expert, pinned | documents kept for reuse
+    disk:  weights | documents kept for reuse
+
+What moves between tiers comes in units: routed experts, or, in a model without them, frames of MLP rows. Pure
+arithmetic; more memory never leaves fewer units on a card, nor more to stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from packhorse.core import formats
+from packhorse.core.types import PAGE_LEN
+from packhorse.core.units import ceil_div
+from packhorse.facts.machine import Machine
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.recipes import Recipe
+from packhorse.plan import account
+from packhorse.plan.account import FRAME_BYTES
+
+CHUNK_LEN = 2048
+"""Rows of a sub-chunk: what bounds activations on a card."""
+HOST_CHUNK_LEN = 1024
+"""The same on a machine without a card."""
+SWEEPS = (2048, 4096, 8192, 16384, 32768, 65536)
+"""Tokens that may pass the layers in one sweep."""
+SNAPSHOT_LEN = 8192
+HOST_SNAPSHOTS = 16
+"""Snapshots that an engine without a card keeps for reuse."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A model under a recipe, cut for `num_cards` cards (0: all in host memory)."""
+
+    facts: ModelFacts
+    recipe: Recipe
+    num_cards: int
+
+    @cached_property
+    def parts(self) -> list[ModelFacts]:
+        return account.layer_slices(self.facts, max(1, self.num_cards))
+
+    @cached_property
+    def classes(self) -> dict[str, int]:
+        """Bytes of all weights by class."""
+        return account.recipe_bytes(self.facts, self.recipe)
+
+    @cached_property
+    def part_classes(self) -> list[dict[str, int]]:
+        """The same for each card's layers; embeddings and head belong to none of them."""
+        cut = [account.recipe_bytes(part, self.recipe) for part in self.parts]
+        return [
+            {kind: size for kind, size in one.items() if kind not in ("embeddings", "lm_head")} for one in cut
+        ]
+
+    @property
+    def mover(self) -> str:
+        """The class that moves between tiers."""
+        return "experts" if self.facts.moe is not None else "mlp"
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """What moves at once: an expert, or a frame of rows."""
+        return account.expert_bytes(self.facts, self.recipe) or FRAME_BYTES
+
+    @cached_property
+    def snapshot_bytes(self) -> int:
+        return account.snapshot_bytes(self.facts, self.recipe.dtype)
+
+    @cached_property
+    def draft_bytes(self) -> int:
+        return account.draft_bytes(self.facts, self.recipe)
+
+    @property
+    def head_bytes(self) -> int:
+        """The output head: the embeddings where these are tied."""
+        return self.classes["embeddings" if self.facts.tied else "lm_head"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of a machine. context: tokens of each of `sequences`. draft: tokens guessed ahead a step by
+    the model's own head."""
+
+    context: int
+    sequences: int
+    kv: str
+    draft: int = 0
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One memory: what may be used of it, and by whom."""
+
+    cap_bytes: int
+    items: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """tiers: device0 .., host, disk. Of `num_units` units `on_device` are on cards while tokens are generated
+    and `kept` while a prompt is swept; `in_host` have a copy in host memory, the others are read from disk.
+    sweep_len: tokens of one sweep. host_document, disk_document: a whole context can be kept there.
+    shortfall: bytes missing by tier; empty where all fits."""
+
+    job: Job
+    tiers: Mapping[str, Tier]
+    num_units: int = 0
+    on_device: int = 0
+    kept: int = 0
+    in_host: int = 0
+    sweep_len: int = 0
+    host_document: bool = False
+    disk_document: bool = False
+    shortfall: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfall
+
+    @property
+    def num_sweeps(self) -> int:
+        """Sweeps that read a whole context."""
+        return ceil_div(self.job.context, self.sweep_len) if self.sweep_len else 1
+
+
+@dataclass(frozen=True)
+class _Card:
+    """One card once its fixed bytes are known."""
+
+    cap: int
+    items: dict[str, int]
+    num_units: int
+    per_frame: int
+    frame: int
+    room: int
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How the frames of a card are used with one length of sweep. missing: bytes, 0 where it works."""
+
+    on_device: int
+    kept: int
+    used_bytes: int
+    missing: int
+
+
+def place(footprint: Footprint, machine: Machine, job: Job) -> Placement:
+    """The placement of a job that leaves the least to stream. Never raises: see `shortfall`."""
+    if machine.card is None:
+        return _place_host(footprint, machine, job)
+    cards = [_fixed(footprint, machine, job, index) for index in range(machine.num_cards)]
+    best: tuple[int, int, list[_Share]] | None = None
+    least: list[_Share] = []
+    for sweep_len in SWEEPS:
+        if sweep_len > SWEEPS[0] and sweep_len >= 2 * job.context:
+            break
+        shares = [_share(footprint, index, card, sweep_len) for index, card in enumerate(cards)]
+        least = least or shares
+        left = sum(card.num_units - share.kept for card, share in zip(cards, shares, strict=True))
+        streamed = left * ceil_div(job.context, sweep_len)
+        if not any(share.missing for share in shares) and (best is None or streamed < best[0]):
+            best = (streamed, sweep_len, shares)
+    _, sweep_len, shares = best or (0, SWEEPS[0], least)
+    tiers, shortfall = {}, {}
+    for index, (card, share) in enumerate(zip(cards, shares, strict=True)):
+        name = f"device{index}"
+        slots = ceil_div(share.on_device, card.per_frame) * card.frame
+        items = card.items | {footprint.mover: slots, "prefill_buffers": share.used_bytes - slots}
+        tiers[name] = Tier(card.cap, {key: size for key, size in items.items() if size})
+        if share.missing:
+            shortfall[name] = share.missing
+    num_units = sum(card.num_units for card in cards)
+    kept = sum(share.kept for share in shares)
+    # Every expert keeps a copy in host memory, so that a slot may be given away at any moment.
+    wanted = 0 if kept == num_units else num_units if footprint.facts.moe is not None else num_units - kept
+    host, in_host, host_document = _host(footprint, machine, job, wanted)
+    disk, disk_document = _disk(footprint, machine, job)
+    for name, tier in (("host", host), ("disk", disk)):
+        tiers[name] = tier
+        if tier.total_bytes > tier.cap_bytes:
+            shortfall[name] = tier.total_bytes - tier.cap_bytes
+    return Placement(
+        job=job,
+        tiers=tiers,
+        num_units=num_units,
+        on_device=sum(share.on_device for share in shares),
+        kept=kept,
+        in_host=in_host,
+        sweep_len=sweep_len,
+        host_document=host_document,
+        disk_document=disk_document,
+        shortfall=shortfall,
+    )
+
+
+def _fixed(footprint: Footprint, machine: Machine, job: Job, index: int) -> _Card:
+    """What a card holds whatever moves: its layers' weights, KV, states, pools."""
+    assert machine.card is not None
+    part, classes, facts = footprint.parts[index], dict(footprint.part_classes[index]), footprint.facts
+    last = index == machine.num_cards - 1
+    moving = classes.pop(footprint.mover, 0)
+    items = {"runtime": account.runtime_bytes(), **classes}
+    items["states"] = 2 * job.sequences * account.snapshot_bytes(part, footprint.recipe.dtype)
+    items["graphs"] = account.graph_bytes(job.sequences)
+    items["kv"] = job.sequences * account.kv_bytes(part, job.kv, job.context, PAGE_LEN, framed=True)
+    if last:
+        items["lm_head"] = footprint.head_bytes
+        items["logits_and_sampler"] = account.logits_bytes(facts, job.sequences * (1 + job.draft))
+    if last and job.draft:
+        page = formats.kv_token_bytes(job.kv, facts.num_kv_heads, facts.head_dim) * PAGE_LEN
+        pages = job.sequences * ceil_div(job.context, PAGE_LEN)
+        items["draft_head"] = footprint.draft_bytes + pages * page
+        # Drafts that are not taken are undone: recurrent states of every position are kept until then.
+        items["draft_states"] = (
+            job.draft * job.sequences * account.snapshot_bytes(facts, footprint.recipe.dtype)
+        )
+    unit = footprint.unit_bytes
+    frame = max(FRAME_BYTES, unit)
+    cap = machine.card.usable_bytes
+    return _Card(cap, items, ceil_div(moving, unit), max(1, frame // unit), frame, cap - sum(items.values()))
+
+
+def _share(footprint: Footprint, index: int, card: _Card, sweep_len: int) -> _Share:
+    """Units of a card with one length of sweep: all stay, or slots give way to a sweep's buffers."""
+    part, units, per = footprint.parts[index], card.num_units, card.per_frame
+    scratch = account.residual_bytes(part, sweep_len) + account.activation_bytes(part, CHUNK_LEN)
+    scratch += account.delta_transient_bytes(part, CHUNK_LEN)
+    everything = ceil_div(units, per) * card.frame + scratch
+    if everything <= card.room:
+        return _Share(units, units, everything, 0)
+    # Two buffers, each for what one layer moves: one is read while the other fills.
+    layer = ceil_div(units, part.num_layers) * footprint.unit_bytes
+    frames, needed = card.room // card.frame, ceil_div(scratch + 2 * layer, card.frame)
+    if needed > frames:
+        missing = min(everything, needed * card.frame) - card.room
+        return _Share(0, 0, needed * card.frame, missing)
+    slots, kept = min(units, frames * per), min(units, (frames - needed) * per)
+    used = max(ceil_div(slots, per), ceil_div(kept, per) + needed) * card.frame
+    return _Share(slots, kept, used, 0)
+
+
+def _host(footprint: Footprint, machine: Machine, job: Job, wanted: int) -> tuple[Tier, int, bool]:
+    """Host memory beside cards: what must be, then moving units, then a document for each sequence."""
+    items = {"process": account.PROCESS_BYTES, "pinned_ring": account.PINNED_RING_BYTES}
+    if not footprint.facts.tied:
+        items["embeddings"] = footprint.classes["embeddings"]
+    # The snapshot of a prompt that is being read, and the one it goes on from.
+    items["snapshots"] = 2 * job.sequences * footprint.snapshot_bytes
+    room = machine.ram_bytes - sum(items.values())
+    in_host = max(0, min(wanted, room // footprint.unit_bytes))
+    items[footprint.mover] = in_host * footprint.unit_bytes
+    document = _document(footprint, job)
+    kept = max(0, min(job.sequences * document, room - items[footprint.mover]))
+    items["documents"] = kept
+    used = {key: size for key, size in items.items() if size}
+    return Tier(machine.ram_bytes, used), in_host, kept >= document
+
+
+def _disk(footprint: Footprint, machine: Machine, job: Job) -> tuple[Tier, bool]:
+    items = {"weights": sum(footprint.classes.values()) + (footprint.draft_bytes if job.draft else 0)}
+    document = _document(footprint, job)
+    kept = max(0, min(job.sequences * document, machine.disk_bytes - items["weights"]))
+    if kept:
+        items["documents"] = kept
+    return Tier(machine.disk_bytes, items), kept >= document
+
+
+def _document(footprint: Footprint, job: Job) -> int:
+    dtype = footprint.recipe.dtype
+    return account.document_bytes(footprint.facts, job.kv, dtype, job.context, PAGE_LEN, SNAPSHOT_LEN)
+
+
+def _place_host(footprint: Footprint, machine: Machine, job: Job) -> Placement:
+    """Everything in host memory, as the engine allocates it on a machine without a card."""
+    facts, dtype = footprint.facts, footprint.recipe.dtype
+    items = {"process": account.PROCESS_BYTES, **footprint.classes}
+    items["kv"] = account.kv_bytes(facts, job.kv, job.sequences * job.context, PAGE_LEN)
+    items["states"] = (2 * job.sequences + HOST_SNAPSHOTS) * account.snapshot_bytes(facts, dtype)
+    items["workspace"] = account.activation_bytes(facts, HOST_CHUNK_LEN + job.sequences)
+    items["logits_and_sampler"] = account.logits_bytes(facts, job.sequences)
+    host = Tier(machine.ram_bytes, {key: size for key, size in items.items() if size})
+    disk, disk_document = _disk(footprint, machine, job)
+    missing = {"host": host.total_bytes - host.cap_bytes, "disk": disk.total_bytes - disk.cap_bytes}
+    return Placement(
+        job=job,
+        tiers={"device0": Tier(0, {}), "host": host, "disk": disk},
+        sweep_len=HOST_CHUNK_LEN,
+        host_document=True,
+        disk_document=disk_document,
+        shortfall={name: size for name, size in missing.items() if size > 0},
+    )

@@ -1,0 +1,214 @@
+"""How long it will take: bytes over each link and operations over each unit, at calibrated efficiencies.
+
+Each figure comes three times, (low, expected, high) of the calibration's fractions. High also lets the CPU work
+on what is missing from a card while the link reads the rest; low and expected do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from packhorse.core import cost
+from packhorse.facts.machine import Machine, calibration
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.weights import ParamGroup, param_groups
+from packhorse.plan import account
+from packhorse.plan.place import Footprint, Placement
+
+LOW, EXPECTED, HIGH = 0, 1, 2
+TAIL_LEN = 64
+"""Tokens of the follow-up question that is predicted."""
+KERNELS_PER_LAYER = 17.5
+"""Kernels of a decode step: at most 700 over 40 layers."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds and tokens a second of one placement. warm_*: the context's KV and state are in that tier; None
+    where it has no room for them. tail_64: a follow-up of 64 tokens, all before it on the card. decode_*: of one
+    sequence, at the start and at the end of the context; total: of all sequences at the end. queue_wait: until
+    one's own prompt is begun, where all sequences come at once with the longest prompts."""
+
+    cold_first_token_s: float
+    warm_ram_first_token_s: float | None
+    warm_disk_first_token_s: float | None
+    tail_64_s: float
+    decode_tok_s_start: float
+    decode_tok_s_end: float
+    decode_tok_s_total: float
+    queue_wait_s: float
+    load_s: float
+
+    def rounded(self) -> dict[str, float | None]:
+        """Every figure by name, to four digits."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: None if value is None else float(f"{value:.4g}") for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates of a machine as the engine is taken to reach them, bytes or operations a second."""
+
+    device: float
+    link: float
+    missing: float
+    drive: float
+    flops: float
+    kernel_s: float
+    touch: float
+
+    @classmethod
+    def of(cls, machine: Machine, band: int) -> Speed:
+        """The rates in one band of the calibration. missing: what units outside the cards are read at."""
+        data = calibration()
+        part = {name: entry["values"][band] for name, entry in data["fractions"].items()}
+        memory, link = machine.memory_rate * part["memory"], machine.link_rate * part["link"]
+        drive = machine.drive_rate * part["drive"]
+        touch = 1e9 * data["touch_gb_s_per_thread"]["values"][band] * machine.cores
+        kernel_s = 1e-6 * data["kernel_us"]["values"][-1 - band]
+        if machine.card is None:
+            flops = 1e9 * data["cpu_gflops_per_core"]["values"][band] * machine.cores
+            return cls(memory, memory, memory, drive, flops, kernel_s, touch)
+        link = min(link, machine.memory_rate)
+        missing = min(link + memory, machine.memory_rate) if band == HIGH else link
+        device = machine.card.read_rate * part["vram"]
+        # Layers on several cards follow one another: prompts fill the cards in turn, tokens do not.
+        flops = machine.card.flops * part["tensor"] * machine.card.count
+        return cls(device, link, missing, drive, flops, kernel_s, touch)
+
+
+def predict(footprint: Footprint, machine: Machine, placement: Placement, band: int = EXPECTED) -> Times:
+    """Times of a placement that fits."""
+    speed, job = Speed.of(machine, band), placement.job
+    step = _Step(footprint, placement, speed, band)
+    cold = step.prefill_s(job.context) + step.decode_s(job.context, 1)
+    tail = step.tail_s(job.context)
+    kept = account.kv_token_bytes(footprint.facts, job.kv) * job.context + footprint.snapshot_bytes
+    from_ram = kept / speed.link + tail
+    on_cards = placement.on_device * footprint.unit_bytes
+    load = [
+        sum(footprint.classes.values()) / speed.drive,
+        placement.in_host * footprint.unit_bytes / speed.touch,
+        on_cards / speed.link,
+    ]
+    start, end = step.decode_s(0, 1), step.decode_s(job.context, 1)
+    together = step.decode_s(job.context, job.sequences)
+    return Times(
+        cold_first_token_s=cold,
+        warm_ram_first_token_s=from_ram if placement.host_document else None,
+        warm_disk_first_token_s=max(kept / speed.drive + tail, from_ram) if placement.disk_document else None,
+        tail_64_s=tail,
+        decode_tok_s_start=step.tokens / start,
+        decode_tok_s_end=step.tokens / end,
+        decode_tok_s_total=step.tokens * job.sequences / together,
+        queue_wait_s=(job.sequences - 1) * cold,
+        load_s=max(load),
+    )
+
+
+class _Step:
+    """Times of the parts of one placement's work."""
+
+    def __init__(self, footprint: Footprint, placement: Placement, speed: Speed, band: int) -> None:
+        self.facts, self.speed = footprint.facts, speed
+        self._footprint, self._placement = footprint, placement
+        accepted = calibration()["draft_acceptance"]["values"][band]
+        # A guess counts where all before it were right.
+        self.tokens = sum(accepted**index for index in range(placement.job.draft + 1))
+        self._dense = dense_bytes(footprint)
+        if placement.job.draft:
+            shared = footprint.head_bytes + _active_share(footprint.facts) * footprint.draft_bytes
+            self._dense += int(placement.job.draft * shared)
+
+    def decode_s(self, context: int, sequences: int) -> float:
+        """One step of `sequences` requests that hold `context` tokens each."""
+        job = self._placement.job
+        per_token = account.kv_token_bytes(self.facts, job.kv)
+        states = 2 * sequences * self._footprint.snapshot_bytes
+        fixed = self._dense + states + sequences * context * per_token
+        rows = sequences * (1 + job.draft)
+        compute = 2 * rows * active_params(self.facts) / self.speed.flops
+        kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
+        return max(fixed / self.speed.device + self._units_s(rows), compute) + kernels
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Reading a prompt: products, attention and delta rule, with what is streamed behind them."""
+        compute = prefill_flops(self.facts, 0, num_tokens) / self.speed.flops
+        where = self._placement
+        streamed = (where.num_units - where.kept) * self._footprint.unit_bytes
+        from_disk = max(0, where.num_units - where.kept - where.in_host) * self._footprint.unit_bytes
+        once = streamed / self.speed.link + from_disk / self.speed.drive
+        return max(compute, where.num_sweeps * once)
+
+    def tail_s(self, context: int) -> float:
+        """A follow-up of TAIL_LEN tokens after `context` tokens, to its first token."""
+        compute = prefill_flops(self.facts, context, TAIL_LEN) / self.speed.flops
+        kv = context * account.kv_token_bytes(self.facts, self._placement.job.kv)
+        fixed = (self._dense + kv + 2 * self._footprint.snapshot_bytes) / self.speed.device
+        kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
+        return compute + fixed + self._units_s(TAIL_LEN) + kernels
+
+    def _units_s(self, rows: int) -> float:
+        """Reading, once each, the moving units that `rows` tokens touch, wherever they are."""
+        where, unit = self._placement, self._footprint.unit_bytes
+        if where.num_units == 0:
+            return 0.0
+        touched = touched_share(self.facts, rows) * where.num_units * unit
+        on_device = where.on_device / where.num_units
+        from_disk = max(0, where.num_units - where.on_device - where.in_host) / where.num_units
+        seconds = touched * on_device / self.speed.device
+        return (
+            seconds + touched * (1 - on_device) / self.speed.missing + touched * from_disk / self.speed.drive
+        )
+
+
+def touched_share(facts: ModelFacts, rows: int) -> float:
+    """Part of the routed experts that `rows` tokens touch, each with uniform routing; 1 without experts."""
+    moe = facts.moe
+    return 1.0 if moe is None else 1.0 - (1.0 - moe.top_k / moe.num_experts) ** rows
+
+
+def dense_bytes(footprint: Footprint) -> int:
+    """Weights that every step reads: all but embeddings and what moves. Without a card nothing moves: there it
+    is the part of one token."""
+    left_out = {"embeddings"} if footprint.facts.tied else {"embeddings", "lm_head"}
+    total = sum(size for kind, size in footprint.classes.items() if kind not in left_out | {footprint.mover})
+    moving = footprint.classes.get(footprint.mover, 0)
+    if footprint.num_cards == 0:
+        total += int(touched_share(footprint.facts, 1) * moving)
+    return total + footprint.head_bytes
+
+
+def active_params(facts: ModelFacts) -> int:
+    """Values that one token is multiplied with, the output head included."""
+    return body_params(facts) + facts.vocab_size * facts.hidden_size
+
+
+def body_params(facts: ModelFacts) -> int:
+    """The same without the output head."""
+    return sum(_active(facts, group) for group in param_groups(facts))
+
+
+def _active(facts: ModelFacts, group: ParamGroup) -> int:
+    if group.kind in ("embeddings", "lm_head"):
+        return 0
+    if group.kind == "experts" and facts.moe is not None:
+        return group.num_values * facts.moe.top_k // facts.moe.num_experts
+    return group.num_values
+
+
+def _active_share(facts: ModelFacts) -> float:
+    """Part of a draft layer's bytes that one guess reads."""
+    return 1.0 if facts.moe is None else 2 * facts.moe.top_k / facts.moe.num_experts
+
+
+def prefill_flops(facts: ModelFacts, start: int, num_tokens: int) -> int:
+    """Operations of reading tokens start .. start + num_tokens, with the logits of the last one."""
+    total = 2 * num_tokens * body_params(facts) + 2 * facts.vocab_size * facts.hidden_size
+    attention = cost.causal_attention_flops(start, num_tokens, facts.num_heads, facts.head_dim)
+    total += facts.num_full_layers * attention
+    delta = facts.delta
+    if delta is not None:
+        rule = cost.delta_rule_flops(num_tokens, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
+        total += facts.num_linear_layers * rule
+    return total
