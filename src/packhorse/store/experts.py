@@ -1,0 +1,102 @@
+"""Which routed experts lie on the device: decided here, followed by the kernels through a table of addresses.
+
+    host arena   | expert 0 | expert 1 | ...            every expert of every layer, always valid
+    device slots | expert | expert | spare | expert ... the ones used last, and some that wait to be filled
+
+A spare slot is free when a step starts; a kernel that misses an expert writes what it reads into one of its
+layer's spares, and from the next step on the table points there. What each step did is learnt afterwards, so
+nothing on the device waits for this module. Letters: L layers with experts, E experts, S spares a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class ExpertStats:
+    """Counts since construction. hits, misses: experts that a step used, each once a layer and step. fills:
+    misses that were kept. evictions: experts that gave up their slot."""
+
+    hits: int = 0
+    misses: int = 0
+    fills: int = 0
+    evictions: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits of all uses; 0 before the first."""
+        uses = self.hits + self.misses
+        return self.hits / uses if uses else 0.0
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What must be written on the device between two steps, in this order.
+
+    evicted: (layer, expert) pairs [n, 2] whose entry goes back to the host copy. spares: (layer, place, slot)
+    rows [m, 3] that may be written from then on.
+    """
+
+    evicted: Ints
+    spares: Ints
+
+
+class ExpertCache:
+    """Least recently used experts give way, over all layers, so layers share one budget of slots.
+
+    At the start the slots hold the same share of each layer's experts. Every layer keeps `spares` slots free to
+    be filled in a step, so num_slots must be more than num_layers * spares.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, num_slots: int, spares: int) -> None:
+        held = num_slots - num_layers * spares
+        assert held >= 0 and num_slots <= num_layers * num_experts + num_layers * spares
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.stats = ExpertStats()
+        self._step = 0
+        self._last_use = np.zeros((num_layers, num_experts), dtype=np.int64)
+        # Slot of each expert, -1 for none: layer after layer takes its next expert until the slots are gone.
+        self.slots: Ints = np.full((num_layers, num_experts), -1, dtype=np.int64)
+        at = np.arange(held)
+        self.slots[at % num_layers, at // num_layers] = at
+        self.spares: Ints = np.arange(held, num_slots).reshape(num_layers, spares)
+
+    def update(self, routed: Ints, filled: Ints) -> Changes:
+        """A step is over. routed [L, R]: experts it used, -1 for none, repeats allowed. filled [L, S]: the expert
+        that now lies in each spare slot, -1 where it is still free.
+
+        Filled experts have their slot from now on, and the least recently used ones give theirs to be spares.
+        """
+        self._step += 1
+        layers = np.broadcast_to(np.arange(self.num_layers)[:, None], routed.shape)
+        used = np.zeros_like(self._last_use, dtype=bool)
+        real = routed >= 0
+        used[layers[real], routed[real]] = True
+        resident = self.slots >= 0
+        self.stats.hits += int((used & resident).sum())
+        self.stats.misses += int((used & ~resident).sum())
+        self._last_use[used] = self._step
+
+        layer, place = np.nonzero(filled >= 0)
+        expert = filled[layer, place]
+        assert (self.slots[layer, expert] < 0).all(), "an expert was filled that has a slot"
+        self.slots[layer, expert] = self.spares[layer, place]
+        self.stats.fills += len(layer)
+        victims = self._oldest(len(layer))
+        freed = self.slots[victims[:, 0], victims[:, 1]]
+        self.slots[victims[:, 0], victims[:, 1]] = -1
+        self.stats.evictions += len(victims)
+        self.spares[layer, place] = freed
+        return Changes(victims, np.stack((layer, place, freed), axis=1))
+
+    def _oldest(self, count: int) -> Ints:
+        """The `count` resident experts that were used longest ago: (layer, expert) [count, 2]."""
+        age = np.where(self.slots >= 0, self._last_use, np.iinfo(np.int64).max).ravel()
+        order = np.argpartition(age, count - 1)[:count] if count else np.zeros(0, dtype=np.int64)
+        return np.stack(np.divmod(np.sort(order), self.num_experts), axis=1)
