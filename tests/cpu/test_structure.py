@@ -33,7 +33,9 @@ for top in ("server", "verify", "bench"):
 ALLOWED["cli"] = BELOW_ENGINE | {"engine", "server", "verify", "bench"}
 
 NO_TORCH = ("core", "facts", "plan")
-PURE = ("engine/schedule.py", "store/evict.py", "store/prefix.py")
+PURE = (
+    "engine/schedule.py", "store/durable.py", "store/evict.py", "store/prefix.py", "store/records.py",
+)  # fmt: skip
 # A bare GPU host has none of these: packages that run there must not need them.
 BARE = ("core", "facts", "plan", "quant", "kernels", "layers", "models", "store", "engine", "bench")
 NOT_ON_BARE_HOSTS = {"pydantic", "fastapi", "uvicorn", "openai", "gguf", "pypdf"}

@@ -1,0 +1,641 @@
+"""The disk tier: records in files, and an index of them. No torch; works on buffers alone.
+
+    DIR/ lock  secret  index.sqlite(-wal, -shm)
+         models/7/ 0f3a....safetensors  ...                      one folder a model identity
+
+A record's file is written under another name, synced, renamed and its folder synced before its row is
+committed, and its row is deleted before its file is: whatever is cut short leaves at most a file without a row,
+which the next process that is alone in the folder sweeps away. The index is never believed: what is read must
+have the row's size and CRC-32, and be the record that was looked for.
+
+The checksum is zlib's CRC-32: damage is what it is for, not people, and its 3 GB/s on each reading thread keep up
+with a disk, so that no library beside Python's own is needed on a bare host.
+
+One connection reads, one writes. The writing half (`write`, `touch`, `drop`, ...) belongs to one thread at a time;
+readers are never blocked by it. Several processes may share a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import re
+import secrets
+import shutil
+import sqlite3
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packhorse.core.errors import CorruptFileError, RefusedError, UsageError
+from packhorse.core.units import GIB, MIB, format_bytes, round_up
+from packhorse.store.records import BLOCK, Image, Kind, Record, UnreadableError, anonymous
+
+LAYOUT = 1
+"""Of folder, index and files. A store of an older one is emptied, one of a newer one is refused."""
+RESERVE = GIB
+"""Bytes of the file system that are left free whatever the quota says."""
+MIN_QUOTA = 16 * MIB
+"""The index and its log may take some MiB of the quota."""
+STEPS = (
+    "opened", "written", "synced", "renamed", "folder synced", "committed", "row deleted", "file deleted",
+)  # fmt: skip
+"""Where a write or an eviction may be cut short, in order."""
+
+_SUFFIX = ".safetensors"
+_NAME = re.compile(r"[0-9a-f]{32}")
+_SCHEMA = """
+CREATE TABLE meta (layout INTEGER NOT NULL);
+CREATE TABLE models (id INTEGER PRIMARY KEY, identity BLOB NOT NULL UNIQUE, about TEXT NOT NULL);
+CREATE TABLE records (
+    id INTEGER PRIMARY KEY, model INTEGER NOT NULL, kind TEXT NOT NULL, parent BLOB NOT NULL, key BLOB NOT NULL,
+    start INTEGER NOT NULL, stop INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL,
+    file TEXT NOT NULL UNIQUE, crc INTEGER NOT NULL, used INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (kind, parent, key)
+);
+CREATE INDEX by_use ON records (pinned, used, stop);
+CREATE TABLE prefixes (
+    id INTEGER PRIMARY KEY, model INTEGER NOT NULL, root BLOB NOT NULL, key BLOB NOT NULL UNIQUE,
+    tokens BLOB NOT NULL, label TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL,
+    pinned INTEGER NOT NULL DEFAULT 0
+);
+"""
+_COLUMNS = "kind, parent, key, start, stop, tokens, bytes, id, model, file, crc"
+
+
+class FileSystem:
+    """What the store asks of the system. Tests and `cache verify` put one with faults in its place."""
+
+    def reached(self, step: str) -> None:
+        """A step of STEPS is done."""
+
+    def now(self) -> float:
+        """Seconds of the wall clock: for people; no decision depends on it."""
+        return time.time()
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """See os.write."""
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        """See os.fsync."""
+        os.fsync(fd)
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """See os.preadv."""
+        return os.preadv(fd, [buffer], offset)
+
+    def free_bytes(self, folder: Path) -> int:
+        """Bytes that may still be written there."""
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRecord(Record):
+    """A record of the index. crc: CRC-32 of the whole file."""
+
+    id: int = 0
+    model: int = 0
+    file: str = ""
+    crc: int = 0
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What somebody once asked: a chain of records with a name. tokens: encoded ids. created, used: seconds.
+    pinned: 0 or 1."""
+
+    id: int
+    model: int
+    root: bytes
+    key: bytes
+    tokens: bytes
+    label: str
+    created: float
+    used: float
+    hits: int
+    pinned: int
+
+
+class DurableStore:
+    """A folder of records within a quota. `counters` only grow; `trouble` says what is wrong now, if it is.
+
+    Closed by `close`; until then the folder is locked against processes that would sweep it.
+    """
+
+    def __init__(
+        self, folder: Path, *, quota: int, reserve: int = RESERVE, files: FileSystem | None = None
+    ) -> None:
+        """Open a store, or make one.
+
+        Raises UsageError for a quota below MIN_QUOTA or a folder of something else, RefusedError where the folder
+        cannot be written or has no locks, or where a store of another layout cannot be replaced.
+        """
+        if quota < MIN_QUOTA:
+            raise UsageError(
+                f"The store may take {format_bytes(quota)}, and {format_bytes(MIN_QUOTA)} is the least.",
+                hint="Raise --disk, or leave out --store.",
+            )
+        self.folder = folder
+        self.quota = quota
+        self.reserve = reserve
+        self.files = files or FileSystem()
+        self.counters: Counter[str] = Counter()
+        self.trouble = ""
+        self.direct: bool | None = None
+        self._gone: set[int] = set()
+        self._lock = -1
+        try:
+            self._prepare_folder()
+            self.secret = self._read_secret()
+            alone = self._take_lock()
+            self._open_index(alone)
+            if alone:
+                self._sweep()
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+            self._write("the quota", self._evict_to, self.quota)
+        except OSError as error:
+            self.close()
+            raise RefusedError(
+                f"The store {folder} cannot be used: {error.strerror or error}.",
+                hint="Give --store a folder on a local disk that you may write to.",
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the folder. Nothing that was written is lost without it."""
+        for name in ("_reader", "_writer"):
+            connection = getattr(self, name, None)
+            if connection is not None:
+                connection.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # Reading.
+
+    def candidates(self, parent: bytes) -> Sequence[DiskRecord]:
+        """See Records."""
+        return self._select("kind = 'pages' AND parent = ?", [parent])
+
+    def states(self, keys: Sequence[bytes]) -> Mapping[bytes, DiskRecord]:
+        """See Records."""
+        found: dict[bytes, DiskRecord] = {}
+        for at in range(0, len(keys), 500):
+            some = keys[at : at + 500]
+            # A state's parent is its own chain value: the pair is what the index is sorted by.
+            where = f"kind = 'state' AND (parent, key) IN (VALUES {', '.join(['(?, ?)'] * len(some))})"
+            rows = self._select(where, [key for k in some for key in (k, k)])
+            found.update((row.key, row) for row in rows)
+        return found
+
+    def read(self, record: Record) -> Image:
+        """See Records. Whoever gets an UnreadableError passes the record to `drop`."""
+        assert isinstance(record, DiskRecord)
+        try:
+            buffer = self._read_file(record)
+        except OSError as error:
+            raise UnreadableError("missing" if error.errno == errno.ENOENT else "io_error") from error
+        if zlib.crc32(memoryview(buffer)[: record.num_bytes]) != record.crc:
+            raise UnreadableError("checksum")
+        image = Image.parse(buffer, record.num_bytes)
+        if _fields(image.record) != _fields(record):
+            raise UnreadableError("other_record")
+        return image
+
+    def _read_file(self, record: DiskRecord) -> mmap.mmap:
+        """The file's bytes. Direct, past the page cache, where the file system has that."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = -1
+        if self.direct is not False:
+            try:
+                fd = os.open(self._path(record.model, record.file), flags | os.O_DIRECT)
+                self.direct = True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        if fd < 0:
+            fd = os.open(self._path(record.model, record.file), flags)
+        try:
+            if os.fstat(fd).st_size != record.num_bytes:
+                raise UnreadableError("size")
+            buffer = anonymous(record.num_bytes)
+            view, done = memoryview(buffer), 0
+            while done < record.num_bytes:
+                # Direct reads begin at blocks: what a short one leaves of a block is read again.
+                at = done // BLOCK * BLOCK
+                count = self.files.read(fd, view[at:], at)
+                if at + count <= done:
+                    raise UnreadableError("truncated")
+                done = at + count
+        finally:
+            os.close(fd)
+        return buffer
+
+    # Writing.
+
+    def add_model(self, identity: bytes, about: Mapping[str, Any]) -> int:
+        """The number of a model, a new one where the identity is new. about: for people, JSON-ready."""
+        text = json.dumps(about)
+        with self._transaction() as write:
+            write.execute("INSERT OR IGNORE INTO models (identity, about) VALUES (?, ?)", (identity, text))
+            number = int(write.execute("SELECT id FROM models WHERE identity = ?", (identity,)).fetchone()[0])
+        (self.folder / "models" / str(number)).mkdir(mode=0o700, exist_ok=True)
+        return number
+
+    def room(self) -> int:
+        """Bytes of the largest set of records that could be written now, evicting all that may be evicted."""
+        pinned = int(self._reader.execute("SELECT total(bytes) FROM records WHERE pinned").fetchone()[0])
+        held = self._held()
+        free = self.files.free_bytes(self.folder) - self.reserve
+        return max(0, min(self.quota - self._index_bytes() - pinned, free + held - pinned))
+
+    def write(self, model: int, images: Sequence[Image]) -> bool:
+        """Make images durable, in order; True: they are. Those that are there already are left alone.
+
+        On failure nothing of them is left, `trouble` says why, and the next write tries again.
+        """
+        return self._write("a write", self._write_images, model, images) is True
+
+    def _write_images(self, model: int, images: Sequence[Image]) -> bool:
+        new = [image for image in images if not self._has(image.record)]
+        if not new:
+            return True
+        need = sum(round_up(image.record.num_bytes, BLOCK) for image in new)
+        if need > self.room():
+            self.counters["refused_for_room"] += len(new)
+            return False
+        self._evict_to(self.quota - need)
+        short = self.reserve + need - self.files.free_bytes(self.folder)
+        if short > 0:
+            self._evict_to(self._held() + self._index_bytes() - short)
+        written: list[tuple[Image, str, int]] = []
+        try:
+            for image in new:
+                name = secrets.token_hex(16)
+                written.append((image, name, zlib.crc32(image.view)))
+                self._write_file(self._path(model, name), image.view)
+            self._sync_folder(self._path(model, name).parent)
+            self.files.reached("folder synced")
+            kept = self._insert(model, written)
+        except BaseException:
+            for _, name, _ in written:
+                for path in (self._path(model, name), self._path(model, name).with_suffix(".part")):
+                    with suppress(OSError):
+                        path.unlink()
+            raise
+        self.files.reached("committed")
+        for image, name, _ in written:
+            if name in kept:
+                self.counters["written_records"] += 1
+                self.counters["written_bytes"] += image.record.num_bytes
+            else:  # another process was sooner
+                self._path(model, name).unlink()
+        self.trouble = ""
+        return True
+
+    def _write_file(self, path: Path, view: memoryview) -> None:
+        part = path.with_suffix(".part")
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            self.files.reached("opened")
+            done = 0
+            while done < len(view):
+                done += self.files.write(fd, view[done:])
+            self.files.reached("written")
+            self.files.fsync(fd)
+            self.files.reached("synced")
+        finally:
+            os.close(fd)
+        os.rename(part, path)
+        self.files.reached("renamed")
+
+    def _insert(self, model: int, written: Sequence[tuple[Image, str, int]]) -> set[str]:
+        """Rows for files that are durable; the names of those that got one."""
+        with self._transaction() as write:
+            used = self._next_use()
+            for image, name, crc in written:
+                values = (*_fields(image.record), model, name, crc, used)
+                write.execute(
+                    "INSERT OR IGNORE INTO records (kind, parent, key, start, stop, tokens, bytes, model, file,"
+                    " crc, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    values,
+                )
+            names = [name for _, name, _ in written]
+            marks = ", ".join("?" * len(names))
+            return {
+                row[0] for row in write.execute(f"SELECT file FROM records WHERE file IN ({marks})", names)
+            }
+
+    def touch(self, records: Sequence[Record]) -> None:
+        """These were used: they are evicted last. An order is kept, no time: clocks may go back."""
+        self._write("a use", self._touch, records)
+
+    def _touch(self, records: Sequence[Record]) -> None:
+        with self._transaction() as write:
+            used = self._next_use()
+            for record in records:
+                write.execute(
+                    "UPDATE records SET used = ? WHERE kind = ? AND parent = ? AND key = ?",
+                    (used, *record.identity),
+                )
+
+    def mark_gone(self, record: Record) -> None:
+        """From now on a record is not offered any more. Of the reading half; `drop` follows."""
+        assert isinstance(record, DiskRecord)
+        self._gone.add(record.id)
+
+    def drop(self, record: Record, reason: str) -> None:
+        """Delete a record that could not be used."""
+        assert isinstance(record, DiskRecord)
+        self._write("a deletion", self._delete, [(record.id, record.model, record.file)])
+
+    def note_prefix(self, model: int, root: bytes, key: bytes, tokens: bytes, label: str) -> None:
+        """Remember a chain under a name. It replaces the prefixes that it goes on from, unless pinned."""
+        self._write("a prefix", self._note_prefix, model, root, key, tokens, label)
+
+    def _note_prefix(self, model: int, root: bytes, key: bytes, tokens: bytes, label: str) -> None:
+        now = self.files.now()
+        with self._transaction() as write:
+            write.execute(
+                "DELETE FROM prefixes WHERE root = ? AND NOT pinned AND length(tokens) < ?"
+                " AND tokens = substr(?, 1, length(tokens)) AND label IN ('', ?)",
+                (root, len(tokens), tokens, label),
+            )
+            write.execute(
+                "INSERT INTO prefixes (model, root, key, tokens, label, created, used, hits)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET used = ?, hits = hits + 1",
+                (model, root, key, tokens, label, now, now, now),
+            )
+
+    # For people.
+
+    def models(self) -> dict[int, dict[str, Any]]:
+        """What is known of each model, by number."""
+        rows = self._reader.execute("SELECT id, identity, about FROM models").fetchall()
+        return {number: {"identity": identity.hex(), **json.loads(about)} for number, identity, about in rows}
+
+    def prefixes(self) -> list[Prefix]:
+        """All prefixes, the last used first."""
+        query = (
+            "SELECT id, model, root, key, tokens, label, created, used, hits, pinned FROM prefixes"
+            " ORDER BY used DESC, id DESC"
+        )
+        return [Prefix(*row) for row in self._reader.execute(query)]
+
+    def set_pinned(self, prefix: Prefix, pinned: bool, held: Mapping[int, Sequence[Record]]) -> None:
+        """Keep a prefix from eviction, or not any more. held: records of the prefixes pinned from now on."""
+        with self._transaction() as write:
+            write.execute("UPDATE prefixes SET pinned = ? WHERE id = ?", (pinned, prefix.id))
+            write.execute("UPDATE records SET pinned = 0")
+            for record in (record for records in held.values() for record in records):
+                assert isinstance(record, DiskRecord)
+                write.execute("UPDATE records SET pinned = 1 WHERE id = ?", (record.id,))
+
+    def remove(self, prefix: Prefix, records: Sequence[Record]) -> None:
+        """Forget a prefix, and these records, which no other needs."""
+        with self._transaction() as write:
+            write.execute("DELETE FROM prefixes WHERE id = ?", (prefix.id,))
+        self._delete([(r.id, r.model, r.file) for r in records if isinstance(r, DiskRecord)])
+
+    def verify(self) -> Iterator[tuple[Path, str]]:
+        """Read every file; yields those that cannot be used, and why. Changes nothing."""
+        for record in self._select("1", []):
+            try:
+                self.read(record)
+            except UnreadableError as error:
+                yield self._path(record.model, record.file), error.reason
+
+    def usage(self) -> dict[str, int]:
+        """Records, their bytes on disk, and the index's bytes."""
+        count = int(self._reader.execute("SELECT count(*) FROM records").fetchone()[0])
+        return {"records": count, "bytes": self._held(), "index_bytes": self._index_bytes()}
+
+    # Inside.
+
+    def _prepare_folder(self) -> None:
+        folder = self.folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        names = {entry.name for entry in folder.iterdir()}
+        if names and "secret" not in names and names - {"lock"}:
+            raise UsageError(
+                f"{folder} holds {sorted(names)[0]} and is no store.",
+                hint="Give --store a folder of its own.",
+            )
+        folder.chmod(0o700)
+        (folder / "models").mkdir(mode=0o700, exist_ok=True)
+
+    def _read_secret(self) -> bytes:
+        """What keys the hash chains. Written once: the first process to link it wins."""
+        path, own = self.folder / "secret", self.folder / f"lock.{secrets.token_hex(8)}"
+        if not path.exists():
+            fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "wb") as stream:
+                stream.write(secrets.token_bytes(32))
+                stream.flush()
+                os.fsync(stream.fileno())
+            try:
+                with suppress(FileExistsError):
+                    os.link(own, path)
+            finally:
+                own.unlink()
+            self._sync_folder(self.folder)
+        secret = path.read_bytes()
+        if len(secret) != 32:
+            raise CorruptFileError(
+                f"{path} has {len(secret)} bytes, not 32.",
+                hint=f"Nothing in the store can be found without it: delete {self.folder}.",
+            )
+        return secret
+
+    def _take_lock(self) -> bool:
+        """Lock the folder; True where no other process has it."""
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            return False
+
+    def _open_index(self, alone: bool) -> None:
+        """Connect; a damaged or older index is begun anew, which makes every file an orphan."""
+        path = self.folder / "index.sqlite"
+        try:
+            layout = self._connect(path)
+            if alone:
+                self._writer.execute("SELECT count(file) FROM records").fetchone()
+        except sqlite3.OperationalError as error:
+            raise OSError(errno.EIO, f"the index: {error}") from error
+        except sqlite3.DatabaseError:
+            layout = -1
+        if layout == LAYOUT:
+            return
+        what = "damaged" if layout < 0 else f"of layout {layout}, and this is {LAYOUT}"
+        if layout > LAYOUT:
+            raise RefusedError(
+                f"The store {self.folder} is {what}.", hint="Use the newer Packhorse, or another folder."
+            )
+        if not alone:
+            raise RefusedError(
+                f"The store {self.folder} is {what}, and another process uses it.",
+                hint="End that process: the store is emptied then.",
+            )
+        self.counters["emptied"] += 1
+        for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+            (self.folder / name).unlink(missing_ok=True)
+        self._connect(path)
+
+    def _connect(self, path: Path) -> int:
+        """Open both connections; the layout that the index says."""
+        for name in ("_reader", "_writer"):
+            if getattr(self, name, None) is not None:
+                getattr(self, name).close()
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._writer = _connection(path)
+        self._reader = _connection(path)
+        if self._writer.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+            raise OSError(errno.ENOLCK, "its file system cannot share memory between processes")
+        with self._transaction() as write:
+            if not write.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                for statement in _SCHEMA.split(";"):
+                    write.execute(statement)
+                write.execute("INSERT INTO meta VALUES (?)", (LAYOUT,))
+            return int(write.execute("SELECT layout FROM meta").fetchone()[0])
+
+    def _sweep(self) -> None:
+        """Delete files without a row."""
+        known = {(str(m), f) for m, f in self._writer.execute("SELECT model, file FROM records")}
+        for path in (self.folder / "models").glob("*/*"):
+            if path.suffix != _SUFFIX or (path.parent.name, path.stem) not in known:
+                path.unlink()
+                self.counters["swept_files"] += 1
+        for path in self.folder.glob("lock.*"):
+            path.unlink()
+
+    def _evict_to(self, limit: int) -> None:
+        """Delete records, the least recently used first and of those the deepest, until `limit` is kept."""
+        while self._held() + self._index_bytes() > limit:
+            rows = self._writer.execute(
+                "SELECT id, model, file, bytes FROM records WHERE NOT pinned ORDER BY used, stop DESC LIMIT 64"
+            ).fetchall()
+            over, chosen = self._held() + self._index_bytes() - limit, []
+            for number, model, file, num_bytes in rows:
+                if over <= 0:
+                    break
+                chosen.append((number, model, file))
+                over -= round_up(num_bytes, BLOCK)
+            if not chosen:
+                return
+            self._delete(chosen)
+            self.counters["evicted_records"] += len(chosen)
+
+    def _delete(self, rows: Sequence[tuple[int, int, str]]) -> None:
+        with self._transaction() as write:
+            write.executemany("DELETE FROM records WHERE id = ?", [(number,) for number, _, _ in rows])
+        self.files.reached("row deleted")
+        for _, model, file in rows:
+            with suppress(FileNotFoundError):
+                self._path(model, file).unlink()
+            self.files.reached("file deleted")
+
+    def _held(self) -> int:
+        """Bytes of all files on disk, in whole blocks."""
+        query = f"SELECT total((bytes + {BLOCK - 1}) / {BLOCK}) FROM records"
+        return int(self._reader.execute(query).fetchone()[0]) * BLOCK
+
+    def _index_bytes(self) -> int:
+        total = 0
+        for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+            with suppress(FileNotFoundError):
+                total += (self.folder / name).stat().st_size
+        return total
+
+    def _has(self, record: Record) -> bool:
+        query = "SELECT 1 FROM records WHERE kind = ? AND parent = ? AND key = ?"
+        return self._writer.execute(query, record.identity).fetchone() is not None
+
+    def _next_use(self) -> int:
+        return int(self._writer.execute("SELECT ifnull(max(used), 0) + 1 FROM records").fetchone()[0])
+
+    def _select(self, where: str, values: Sequence[Any]) -> list[DiskRecord]:
+        try:
+            rows = self._reader.execute(f"SELECT {_COLUMNS} FROM records WHERE {where}", values).fetchall()
+            found = [DiskRecord(Kind(row[0]), *row[1:]) for row in rows]
+        except (sqlite3.Error, ValueError) as error:
+            self.counters["index_errors"] += 1
+            self.trouble = f"the index cannot be read: {error}"
+            return []
+        return [record for record in found if record.id not in self._gone and _NAME.fullmatch(record.file)]
+
+    def _write(self, what: str, function: Any, *args: Any) -> Any:
+        """Call a writing function; a failure of the system is counted and remembered, and None is returned."""
+        try:
+            return function(*args)
+        except (OSError, sqlite3.Error) as error:
+            self.counters["write_failures"] += 1
+            self.trouble = f"{what} failed: {getattr(error, 'strerror', None) or error}"
+            return None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._writer
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._writer.execute("ROLLBACK")
+            raise
+        self._writer.execute("COMMIT")
+
+    def _path(self, model: int, file: str) -> Path:
+        assert _NAME.fullmatch(file)
+        return self.folder / "models" / str(int(model)) / (file + _SUFFIX)
+
+    def _sync_folder(self, folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.files.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def wipe(folder: Path) -> None:
+    """Delete a store and its secret. Raises RefusedError while a process uses it, UsageError for another folder."""
+    if not (folder / "secret").is_file() or not (folder / "lock").is_file():
+        raise UsageError(f"{folder} is no store.", hint="Give --store the folder of one.")
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except BlockingIOError as error:
+        raise RefusedError(f"A process uses the store {folder}.", hint="End it first.") from error
+    finally:
+        os.close(lock)
+
+
+def _connection(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+    connection.text_factory = lambda data: data.decode("utf-8", "replace")  # damage is found later
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA wal_autocheckpoint = 256")
+    connection.execute("PRAGMA journal_size_limit = 1048576")
+    return connection
+
+
+def _fields(record: Record) -> tuple[Any, ...]:
+    return (
+        str(record.kind), record.parent, record.key, record.start, record.stop, record.tokens, record.num_bytes,
+    )  # fmt: skip

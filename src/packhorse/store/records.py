@@ -1,0 +1,344 @@
+"""What the store keeps outside the device: runs of pages, and states, as images. No torch.
+
+    byte 0                    4,096 x n
+    | length | JSON, spaces | layers.0 | layers.1 | ... | token_ids |      pages of a token range
+    | length | JSON, spaces | state |                                      all recurrent state at a position
+
+An image is a safetensors file, and the same bytes in RAM. Chain values (`store/prefix.py`) say which tokens
+stand before it, the token ids which it holds; a reader compares both.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+from packhorse.core.units import round_up
+
+BLOCK = 4096
+"""Bytes to which payloads and buffers are aligned: what direct I/O and the page cache work in."""
+MAX_HEADER_BYTES = 1 << 20
+TOKEN_IDS = "token_ids"
+_TOKEN_BYTES = 4
+_METADATA = "__metadata__"
+_FORMAT = "packhorse 1"
+
+
+class Kind(StrEnum):
+    """What a record holds."""
+
+    PAGES = "pages"
+    STATE = "state"
+
+
+class UnreadableError(Exception):
+    """A record that cannot be used; `reason` is a name to count by. Never leaves the store."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Pages of the tokens [start, stop) of one chain, or the state at `stop` (start == stop).
+
+    parent, key: chain values at start and stop. tokens: encoded ids of the range. num_bytes: of the image.
+    """
+
+    kind: Kind
+    parent: bytes
+    key: bytes
+    start: int
+    stop: int
+    tokens: bytes
+    num_bytes: int = 0
+
+    @property
+    def identity(self) -> tuple[Kind, bytes, bytes]:
+        """What no two records of a tier share."""
+        return self.kind, self.parent, self.key
+
+
+class Image:
+    """A record's bytes in memory of their own, which goes back to the system with the last reference.
+
+    parts: writable views by name, each uint8, valid as long as they are held.
+    """
+
+    __slots__ = ("buffer", "parts", "record")
+
+    def __init__(self, record: Record, buffer: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> None:
+        self.record = record
+        self.buffer = buffer
+        view = memoryview(buffer)
+        self.parts = {name: view[at : at + size] for name, (at, size) in places.items()}
+
+    @property
+    def view(self) -> memoryview:
+        """The image from its first byte to its last."""
+        return memoryview(self.buffer)[: self.record.num_bytes]
+
+    @classmethod
+    def make(cls, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> Image:
+        """An image to be filled: header and token ids are written, the parts of `shapes` (uint8) are zero."""
+        tensors: dict[str, Any] = {}
+        places: dict[str, tuple[int, int]] = {}
+        end = 0
+        wanted = [(name, "U8", shape, 1) for name, shape in shapes.items()]
+        if record.tokens:
+            wanted.append((TOKEN_IDS, "U32", (len(record.tokens) // _TOKEN_BYTES,), _TOKEN_BYTES))
+        for name, dtype, shape, width in wanted:
+            size = width
+            for dim in shape:
+                size *= dim
+            tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+            places[name] = (end, size)
+            end += size
+        header = json.dumps({_METADATA: _describe(record), **tensors}, separators=(",", ":")).encode()
+        start = round_up(8 + len(header), BLOCK)
+        buffer = anonymous(start + end)
+        buffer[:8] = (start - 8).to_bytes(8, "little")
+        buffer[8:start] = header.ljust(start - 8)
+        placed = {name: (start + at, size) for name, (at, size) in places.items()}
+        image = cls(replace(record, num_bytes=start + end), buffer, placed)
+        if record.tokens:
+            image.parts[TOKEN_IDS][:] = record.tokens
+        return image
+
+    @classmethod
+    def parse(cls, buffer: mmap.mmap, num_bytes: int) -> Image:
+        """The image that a buffer holds. Raises UnreadableError("header") where it is none."""
+        try:
+            start = 8 + int.from_bytes(buffer[:8], "little")
+            if not 8 < start <= min(num_bytes, MAX_HEADER_BYTES):
+                raise ValueError("the header's length")
+            document = json.loads(buffer[8:start])
+            about = document.pop(_METADATA)
+            if about["format"] != _FORMAT:
+                raise ValueError("another format")
+            places = {name: _place(entry, start, num_bytes) for name, entry in document.items()}
+            at, size = places.get(TOKEN_IDS, (0, 0))
+            record = Record(
+                Kind(about["kind"]),
+                bytes.fromhex(about["parent"]),
+                bytes.fromhex(about["key"]),
+                int(about["start"]),
+                int(about["stop"]),
+                buffer[at : at + size],
+                num_bytes,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnreadableError("header") from error
+        return cls(record, buffer, places)
+
+
+def anonymous(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory of its own, in whole blocks and aligned to them."""
+    return mmap.mmap(-1, round_up(max(num_bytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _describe(record: Record) -> dict[str, str]:
+    return {
+        "format": _FORMAT,
+        "kind": record.kind,
+        "parent": record.parent.hex(),
+        "key": record.key.hex(),
+        "start": str(record.start),
+        "stop": str(record.stop),
+    }
+
+
+def _place(entry: Any, start: int, num_bytes: int) -> tuple[int, int]:
+    first, end = entry["data_offsets"]
+    if not 0 <= first <= end <= num_bytes - start:
+        raise ValueError("a tensor outside the file")
+    return start + first, end - first
+
+
+class Records(Protocol):
+    """A tier of records."""
+
+    def candidates(self, parent: bytes) -> Sequence[Record]:
+        """Records of pages that begin at a chain value."""
+
+    def states(self, keys: Sequence[bytes]) -> Mapping[bytes, Record]:
+        """Of the chain values those at which there is a state."""
+
+    def read(self, record: Record) -> Image:
+        """The image, checked. From any thread. Raises UnreadableError."""
+
+
+class RamRecords:
+    """Images in RAM, the least recently used of which goes first. From one thread.
+
+    capacity: bytes that images and their books may take.
+    """
+
+    BOOKS = 4096
+    """Bytes counted for an image beside its buffer: Python's objects, and the system's map."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.evicted = 0
+        self._images: OrderedDict[tuple[Kind, bytes, bytes], Image] = OrderedDict()
+        self._by_parent: dict[bytes, dict[bytes, Record]] = {}
+        self._states: dict[bytes, Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def has(self, record: Record) -> bool:
+        """Whether it is held; it counts as used then."""
+        if record.identity not in self._images:
+            return False
+        self._images.move_to_end(record.identity)
+        return True
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Evict until an image of `num_bytes` has room. False, and nothing evicted, where it never will."""
+        need = self._cost(num_bytes)
+        if need > self.capacity:
+            return False
+        while self.used + need > self.capacity:
+            self.drop(next(iter(self._images.values())).record)
+            self.evicted += 1
+        return True
+
+    def put(self, image: Image) -> bool:
+        """Keep an image, evicting others. False where it is larger than the whole tier, or held already."""
+        record = image.record
+        if self.has(record) or not self.make_room(record.num_bytes):
+            return False
+        self._images[record.identity] = image
+        self.used += self._cost(record.num_bytes)
+        if record.kind is Kind.PAGES:
+            self._by_parent.setdefault(record.parent, {})[record.key] = record
+        else:
+            self._states[record.key] = record
+        return True
+
+    def drop(self, record: Record) -> None:
+        """Forget an image that is held."""
+        del self._images[record.identity]
+        self.used -= self._cost(record.num_bytes)
+        if record.kind is Kind.STATE:
+            del self._states[record.key]
+            return
+        siblings = self._by_parent[record.parent]
+        del siblings[record.key]
+        if not siblings:
+            del self._by_parent[record.parent]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for image in list(self._images.values()):
+            self.drop(image.record)
+
+    def candidates(self, parent: bytes) -> Sequence[Record]:
+        """See Records."""
+        return list(self._by_parent.get(parent, {}).values())
+
+    def states(self, keys: Sequence[bytes]) -> Mapping[bytes, Record]:
+        """See Records."""
+        return {key: self._states[key] for key in keys if key in self._states}
+
+    def read(self, record: Record) -> Image:
+        """See Records."""
+        image = self._images.get(record.identity)
+        if image is None:
+            raise UnreadableError("gone")
+        return image
+
+    def _cost(self, num_bytes: int) -> int:
+        return round_up(num_bytes, BLOCK) + self.BOOKS
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` pages from page `first` of a prompt on: the first `count` of a record."""
+
+    source: Records
+    record: Record
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How far a prompt agrees with what is stored, in pages.
+
+    pieces: what covers it, in order, without gaps. keys: the chain value at each page boundary reached, the
+    root's included.
+    """
+
+    pieces: list[Piece]
+    keys: list[bytes]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.keys) - 1
+
+
+def walk(
+    sources: Sequence[Records],
+    root: bytes,
+    tokens: bytes | bytearray,
+    num_pages: int,
+    page_bytes: int,
+    chain: Callable[[bytes, bytes], bytes],
+) -> Walk:
+    """Follow a prompt's first `num_pages` pages through the records, the longest agreement first.
+
+    tokens: encoded ids. page_bytes: of a page's ids. chain(key, page): the chain value after a page. Earlier
+    sources win where two cover as much.
+    """
+    found = Walk([], [root])
+    while found.num_pages < num_pages:
+        first = found.num_pages
+        best: Piece | None = None
+        for source in sources:
+            for record in source.candidates(found.keys[first]):
+                count = agreed_pages(record.tokens, tokens, first, num_pages, page_bytes)
+                if count > (best.count if best else 0):
+                    best = Piece(source, record, first, count)
+        if best is None:
+            return found
+        found.pieces.append(best)
+        found.keys.extend(chain_values(found.keys[first], tokens, first, best.count, page_bytes, chain))
+    return found
+
+
+def agreed_pages(
+    stored: bytes, tokens: bytes | bytearray, first: int, num_pages: int, page_bytes: int
+) -> int:
+    """Pages in which `stored` agrees with the prompt's pages first .. num_pages."""
+    base = first * page_bytes
+    most = min(len(stored) // page_bytes, num_pages - first)
+    if stored[: most * page_bytes] == tokens[base : base + most * page_bytes]:
+        return most
+    for page in range(most):
+        at = page * page_bytes
+        if stored[at : at + page_bytes] != tokens[base + at : base + at + page_bytes]:
+            return page
+    raise AssertionError("unequal tokens are equal page by page")
+
+
+def chain_values(
+    key: bytes,
+    tokens: bytes | bytearray,
+    first: int,
+    count: int,
+    page_bytes: int,
+    chain: Callable[[bytes, bytes], bytes],
+) -> Iterable[bytes]:
+    """Chain values after each of the pages first .. first + count, where `key` is that before them."""
+    for page in range(first, first + count):
+        key = chain(key, bytes(tokens[page * page_bytes : (page + 1) * page_bytes]))
+        yield key

@@ -1,0 +1,448 @@
+"""The disk tier by itself: what is durable, what is never believed, what every fault comes to."""
+
+import contextlib
+import errno
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import durable_files as numbers
+from packhorse.core.errors import RefusedError, UsageError
+from packhorse.core.units import MIB
+from packhorse.store import durable
+from packhorse.store.durable import DurableStore, FileSystem
+from packhorse.store.records import Image, RamRecords, UnreadableError
+
+
+class Faulty(FileSystem):
+    """A system that fails as it is told to. ends: the step at which the process ends."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}
+        self.ends = ""
+        self.short = False
+        self.flip: int | None = None
+        self.clock = 1e9
+        self.free = 1 << 40
+
+    def reached(self, step):
+        if step == self.ends:
+            os._exit(0)
+
+    def now(self):
+        return self.clock
+
+    def _fail(self, what):
+        if what in self.errors:
+            raise OSError(self.errors[what], os.strerror(self.errors[what]))
+
+    def write(self, fd, data):
+        self._fail("write")
+        return os.write(fd, data[: max(1, len(data) // 2)] if self.short else data)
+
+    def fsync(self, fd):
+        self._fail("fsync")
+        os.fsync(fd)
+
+    def read(self, fd, buffer, offset):
+        self._fail("read")
+        # A direct read ends at a block or at the file's end.
+        count = os.preadv(fd, [buffer[:4096] if self.short else buffer], offset)
+        if self.flip is not None and offset <= self.flip < offset + count:
+            buffer[self.flip - offset] ^= 1
+        return count
+
+    def free_bytes(self, folder):
+        return self.free
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted((folder / "models").glob("*/*"))
+
+
+def check_found(store: DurableStore, number: int, size: int = 5000) -> None:
+    record = numbers.find(store, number)
+    assert record is not None, f"{number} is lost"
+    assert bytes(store.read(record).view) == bytes(numbers.image(number, size).view)
+
+
+def check_consistent(store: DurableStore) -> None:
+    """Every row has its file, whole; every file its row."""
+    assert list(store.verify()) == []
+    assert len(files_of(store.folder)) == store.usage()["records"]
+
+
+def test_an_image_is_a_safetensors_file(tmp_path):
+    from safetensors.numpy import load_file
+
+    image = numbers.image(0)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(image.view)
+    tensors = load_file(path)
+    assert tensors["layers.1"].tobytes() == numbers.content(0, 1, 5000)
+    assert tensors["token_ids"].tobytes() == image.record.tokens
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 4096 == 4096 - 8
+    parsed = Image.parse(image.buffer, image.record.num_bytes)
+    assert parsed.record == image.record and bytes(parsed.parts["layers.0"]) == bytes(image.parts["layers.0"])
+
+
+def test_what_is_written_is_there_for_the_next_process(tmp_path):
+    store, model = numbers.open_store(tmp_path / "s")
+    assert store.write(model, [numbers.image(n) for n in range(6)])
+    store.close()
+    store, again = numbers.open_store(tmp_path / "s")
+    assert again == model and store.secret == (tmp_path / "s" / "secret").read_bytes()
+    for n in range(6):
+        check_found(store, n)
+    assert numbers.find(store, 6) is None
+    assert store.write(model, [numbers.image(n) for n in range(7)]), "what is there is left alone"
+    assert store.counters["written_records"] == 1
+    assert store.direct is not None, "which way was read is known"
+    check_consistent(store)
+
+
+def test_nobody_else_may_read_it(tmp_path):
+    store, model = numbers.open_store(tmp_path / "s")
+    store.write(model, [numbers.image(0)])
+    for path in [store.folder, *store.folder.rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    store.close()
+
+
+@pytest.mark.parametrize("fault", ["flip", "short", "error"])
+def test_faults_of_a_read(tmp_path, fault):
+    files = Faulty()
+    store, model = numbers.open_store(tmp_path / "s", files=files)
+    store.write(model, [numbers.image(0)])
+    if fault == "short":
+        files.short = True
+        check_found(store, 0)  # a read that is cut is gone on with
+        return
+    files.flip, files.errors = (9000, {}) if fault == "flip" else (None, {"read": errno.EIO})
+    with pytest.raises(UnreadableError) as caught:
+        store.read(numbers.find(store, 0))
+    assert caught.value.reason == ("checksum" if fault == "flip" else "io_error")
+    files.flip, files.errors = None, {}
+    check_found(store, 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("write", errno.ENOSPC), ("write", errno.EIO), ("fsync", errno.EIO)]
+)
+def test_faults_of_a_write_leave_nothing_behind(tmp_path, what, code):
+    files = Faulty()
+    store, model = numbers.open_store(tmp_path / "s", files=files)
+    store.write(model, [numbers.image(0)])
+    files.errors = {what: code}
+    assert not store.write(model, [numbers.image(1), numbers.image(2)])
+    assert os.strerror(code) in store.trouble and store.counters["write_failures"] == 1
+    assert numbers.find(store, 1) is None and numbers.find(store, 2) is None
+    check_consistent(store)
+    files.errors, files.short = {}, True
+    assert store.write(model, [numbers.image(1)]) and store.trouble == ""
+    files.short = False
+    check_found(store, 1)
+
+
+@pytest.mark.parametrize("step", durable.STEPS)
+def test_a_process_that_ends_at_any_step(tmp_path, step):
+    folder = tmp_path / "s"
+    store, model = numbers.open_store(folder)
+    assert store.write(model, [numbers.image(n) for n in range(3)])
+    store.close()
+    child = os.fork()
+    if not child:
+        files = Faulty()
+        store, model = numbers.open_store(folder, files=files)
+        files.ends = step
+        store.write(model, [numbers.image(3), numbers.image(4)])
+        store.drop(numbers.find(store, 0), "test")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the step was not reached"
+    store, _ = numbers.open_store(folder)
+    check_consistent(store)
+    durable_then = durable.STEPS.index(step) >= durable.STEPS.index("committed")
+    for n in (1, 2):
+        check_found(store, n)
+    for n in (3, 4):
+        assert (numbers.find(store, n) is not None) is durable_then
+    assert (numbers.find(store, 0) is None) is step.endswith(" deleted")
+    assert store.write(model, [numbers.image(n) for n in range(5)])
+    for n in range(5):
+        check_found(store, n)
+
+
+def kill_at_random(folder: Path, times: int, seed: int) -> None:
+    """Kill a writing process again and again: what it has said is durable is, and nothing else is left."""
+    random, said = Random(seed), set()
+    for _ in range(times):
+        writer = Path(numbers.__file__)
+        first = max(said, default=-1) + 1
+        command = [sys.executable, str(writer), str(folder), str(first)]
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        started = time.monotonic() - began
+        time.sleep(random.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        lines = [line, *process.stdout.read().splitlines()]
+        process.wait()
+        said |= {int(text) for text in lines if text.strip()}
+        assert started < 5, f"the writer took {started:.1f} s to start"
+        began = time.monotonic()
+        store, _ = numbers.open_store(folder)
+        assert time.monotonic() - began < 1
+        check_consistent(store)
+        for number in said:
+            assert numbers.find(store, number) is not None, f"{number} is lost"
+        for number in random.sample(sorted(said), min(5, len(said))):
+            check_found(store, number)
+        store.close()
+    assert len(said) >= times
+
+
+def test_killed_at_random(tmp_path):
+    kill_at_random(tmp_path / "s", 50, seed=1)
+
+
+@pytest.mark.slow
+def test_killed_a_thousand_times(tmp_path):
+    for seed in range(20):
+        kill_at_random(tmp_path / str(seed), 50, seed)
+
+
+def damage(path: Path, others: list[bytes], random: Random) -> None:
+    """One random flip, cut, growth, exchange or loss."""
+    data = bytearray(path.read_bytes())
+    kind = random.randrange(6)
+    if kind == 0 and data:
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    elif kind == 1:
+        del data[random.randrange(len(data)) :]
+    elif kind == 2:
+        data += bytes(random.randrange(1, 5000))
+    elif kind == 3:
+        data[:] = random.choice(others)
+    elif kind == 4:
+        at = random.randrange(len(data))
+        data[at : at + 512] = bytes(len(data[at : at + 512]))
+    else:
+        path.unlink()
+        return
+    path.write_bytes(data)
+
+
+def test_damaged_files_are_never_believed(tmp_path):
+    """2,000 files, half of them damaged: each is read right or not at all, and verify names each."""
+    random = Random(3)
+    store, model = numbers.open_store(tmp_path / "s")
+    for first in range(0, 2000, 250):
+        assert store.write(model, [numbers.image(n, 700) for n in range(first, first + 250)])
+    paths = files_of(store.folder)
+    before = {path: path.read_bytes() for path in paths}
+    whole = list(before.values())
+    for path in random.sample(paths, 1000):
+        damage(path, whole, random)
+    damaged = {path for path in paths if not path.exists() or path.read_bytes() != before[path]}
+    assert len(damaged) > 900
+    assert {path for path, _ in store.verify()} == damaged
+    lost = 0
+    for n in range(2000):
+        record = numbers.find(store, n)
+        try:
+            image = store.read(record)
+        except UnreadableError as error:
+            assert error.reason in ("size", "checksum", "missing", "truncated", "header", "other_record")
+            store.mark_gone(record)
+            store.drop(record, error.reason)
+            assert numbers.find(store, n) is None
+            lost += 1
+        else:
+            assert bytes(image.view) == bytes(numbers.image(n, 700).view)
+    assert lost == len(damaged)
+    check_consistent(store)
+
+
+def test_files_exchanged_with_their_checksums(tmp_path):
+    """A row that points to another record's whole and valid file."""
+    store, model = numbers.open_store(tmp_path / "s")
+    store.write(model, [numbers.image(0), numbers.image(1)])
+    index = sqlite3.connect(store.folder / "index.sqlite")
+    rows = dict(index.execute("SELECT id, file || ' ' || crc FROM records").fetchall())
+    index.execute("UPDATE records SET file = 'x' || id")
+    for number, other in zip(rows, reversed(rows.values()), strict=True):
+        index.execute("UPDATE records SET file = ?, crc = ? WHERE id = ?", (*other.split(), number))
+    index.commit()
+    index.close()
+    for n in (0, 1):
+        with pytest.raises(UnreadableError, match="other_record"):
+            store.read(numbers.find(store, n))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_damaged_index(tmp_path, seed):
+    """Emptied or served: never a wrong record, never a crash; and usable afterwards."""
+    random = Random(seed)
+    folder = tmp_path / "s"
+    store, model = numbers.open_store(folder)
+    store.write(model, [numbers.image(n) for n in range(60)])
+    store.close()
+    path = folder / "index.sqlite"
+    data = bytearray(path.read_bytes())
+    if seed == 0:
+        data[:100] = os.urandom(100)
+    elif seed == 1:
+        del data[len(data) // 2 :]
+    else:
+        for _ in range(seed * 4):
+            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    path.write_bytes(data)
+    try:
+        store, model = numbers.open_store(folder)
+    except RefusedError:
+        return
+    for n in range(60):
+        record = numbers.find(store, n)
+        if record is not None:
+            with contextlib.suppress(UnreadableError):
+                assert bytes(store.read(record).view) == bytes(numbers.image(n).view)
+    store.close()
+
+
+def test_the_quota_holds_and_the_oldest_goes_first(tmp_path):
+    store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB)
+    size = 256 * 1024
+    for n in range(0, 300, 3):
+        assert store.write(model, [numbers.image(n, size)])
+        store.touch([numbers.find(store, 0)])
+        used = sum(path.stat().st_blocks * 512 for path in store.folder.rglob("*") if path.is_file())
+        assert used <= 16 * MIB * 1.01
+    check_consistent(store)
+    check_found(store, 0, size)
+    assert numbers.find(store, 3) is None and numbers.find(store, 297) is not None
+    assert store.counters["evicted_records"] > 60
+
+
+def test_more_than_the_quota_is_refused_whole(tmp_path):
+    store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB)
+    store.write(model, [numbers.image(0)])
+    assert not store.write(model, [numbers.image(3, 9 * MIB)])
+    assert store.counters["refused_for_room"] == 1
+    check_found(store, 0)
+
+
+def test_a_full_disk(tmp_path):
+    """What is stored makes way; where that is not enough, nothing is written."""
+    files = Faulty()
+    store, model = numbers.open_store(tmp_path / "s", files=files)
+    store.write(model, [numbers.image(n, 100_000) for n in range(0, 30, 3)])
+    files.free = 50_000
+    assert store.write(model, [numbers.image(30, 100_000)]) and store.counters["evicted_records"] == 1
+    files.free = -(10**9)
+    assert not store.write(model, [numbers.image(33, 100_000)])
+    assert store.counters["refused_for_room"] == 1
+
+
+def test_a_clock_that_goes_back(tmp_path):
+    files = Faulty()
+    store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB, files=files)
+    for n in range(0, 180, 3):
+        files.clock -= 1000
+        assert store.write(model, [numbers.image(n, 256 * 1024)])
+        store.note_prefix(model, b"r" * 32, numbers.key(n), b"%04d" % n, "x")
+    assert numbers.find(store, 177) is not None and numbers.find(store, 0) is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_as_a_user(tmp_path):
+    folder = tmp_path / "s"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(RefusedError, match="Permission denied"):
+        numbers.open_store(folder)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(RefusedError, match="Read-only file system"):
+        numbers.open_store(tmp_path / "s")
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(durable.fcntl, "flock", refuse)
+    with pytest.raises(RefusedError, match="No locks available"):
+        numbers.open_store(tmp_path / "s")
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "letter.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"letter\.txt and is no store"):
+        numbers.open_store(tmp_path)
+    with pytest.raises(UsageError, match="is no store"):
+        durable.wipe(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+    with pytest.raises(UsageError, match="is the least"):
+        numbers.open_store(tmp_path / "s", quota=1)
+
+
+@pytest.mark.parametrize(("layout", "served"), [(0, True), (2, False)])
+def test_another_layout(tmp_path, layout, served):
+    store, model = numbers.open_store(tmp_path / "s")
+    store.write(model, [numbers.image(0)])
+    store._writer.execute("UPDATE meta SET layout = ?", (layout,))
+    if served:
+        with pytest.raises(RefusedError, match="another process uses it"):
+            numbers.open_store(tmp_path / "s")
+    store.close()
+    if not served:
+        with pytest.raises(RefusedError, match="of layout 2, and this is 1"):
+            numbers.open_store(tmp_path / "s")
+        return
+    store, model = numbers.open_store(tmp_path / "s")
+    assert store.counters["emptied"] == 1 and files_of(store.folder) == []
+    assert store.write(model, [numbers.image(0)])
+    check_found(store, 0)
+
+
+def test_two_processes_share(tmp_path):
+    folder = tmp_path / "s"
+    store, model = numbers.open_store(folder)
+    command = [sys.executable, numbers.__file__, str(folder), "3000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        for n in range(30):
+            assert store.write(model, [numbers.image(n)]), store.trouble
+            said = int(other.stdout.readline())
+            check_found(store, said)
+        other.kill()
+    for n in range(30):
+        check_found(store, n)
+    with pytest.raises(RefusedError, match="uses the store"):
+        durable.wipe(folder)
+    store.close()
+    durable.wipe(folder)
+    assert not folder.exists()
+
+
+def test_ram_keeps_to_its_size():
+    ram = RamRecords(200_000)
+    for n in range(60):
+        assert ram.put(numbers.image(n))
+        assert ram.used <= ram.capacity
+    assert 5 < len(ram) < 20 and ram.evicted == 60 - len(ram)
+    assert not ram.put(numbers.image(0, 300_000))
+    ram.clear()
+    assert (len(ram), ram.used, ram._by_parent, ram._states) == (0, 0, {}, {})
