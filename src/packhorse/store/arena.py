@@ -1,0 +1,101 @@
+"""Host memory that a card reads by itself: our own mapping, registered with the driver in segments.
+
+    mapping  | segment 0, at most 1 GiB | segment 1 | ... |        each registered by a thread of its own
+
+torch's pinned allocator rounds a request up to a power of two, so 17 GB would take 32.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from packhorse.core.errors import DoesNotFitError
+from packhorse.core.units import GIB, MIB, format_bytes, round_up
+
+SEGMENT_BYTES = GIB
+"""Bytes registered at once, at most."""
+THREADS = 8
+"""Segments registered at the same time: the time goes into clearing the pages."""
+
+
+class PinnedArena:
+    """`size` bytes of host memory at one address, which kernels of every card may read.
+
+    bytes: uint8 [size], valid until `close`. progress(done, total) counts bytes. Resident memory is the size
+    rounded up to 2 MiB.
+
+    Raises DoesNotFitError where the system maps or pins less, with what it did pin.
+    """
+
+    def __init__(self, size: int, progress: Callable[[int, int], None] | None = None) -> None:
+        assert size > 0
+        size = round_up(size, 2 * MIB)
+        try:
+            self._map = mmap.mmap(-1, size)
+        except OSError as cause:
+            raise _too_large(size, 0, str(cause)) from cause
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Fewer, larger pages: less to walk for the driver. Refused where the kernel has none: no harm.
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._registered: list[int] = []
+        self._register(size, progress)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes mapped and pinned."""
+        return self.bytes.numel()
+
+    def close(self) -> None:
+        """Give the memory back; nobody may read it any more."""
+        cudart = torch.cuda.cudart()
+        while self._registered:
+            cudart.cudaHostUnregister(self._registered.pop())
+
+    def _register(self, size: int, progress: Callable[[int, int], None] | None) -> None:
+        torch.cuda.init()
+        cudart, base, done = torch.cuda.cudart(), self.bytes.data_ptr(), 0
+
+        def register(start: int) -> tuple[int, int]:
+            length = min(SEGMENT_BYTES, size - start)
+            code = cudart.cudaHostRegister(base + start, length, 0)
+            if int(code) == 0:
+                self._registered.append(base + start)
+                return length, 0
+            return 0, int(code)
+
+        threads = min(THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads) as pool:
+            jobs = [pool.submit(register, start) for start in range(0, size, SEGMENT_BYTES)]
+            for job in as_completed(jobs):
+                length, code = job.result()
+                done += length
+                if code:
+                    for other in jobs:
+                        other.cancel()
+                    pool.shutdown()
+                    pinned = SEGMENT_BYTES * len(self._registered)
+                    self.close()
+                    raise _too_large(size, min(pinned, size), f"CUDA error {code}")
+                if progress is not None:
+                    progress(done, size)
+
+
+def _too_large(asked: int, available: int, why: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"{format_bytes(asked)} of host memory were to be pinned, and the system pinned {format_bytes(available)} "
+        f"({why}).",
+        asked=asked,
+        available=available,
+        unit="bytes",
+        hint="Raise the limit (`ulimit -l`, the container's memory; WSL2 pins about 1 GiB), or keep more "
+        "experts on the card.",
+    )
