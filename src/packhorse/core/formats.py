@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from packhorse.core.errors import UsageError
 from packhorse.core.units import ceil_div
 
 
 @dataclass(frozen=True)
 class Format:
-    """How values are stored. `gguf_type` is the type number in a GGUF header, if it has one."""
+    """How values are stored. `gguf_type` is the type number in a GGUF header, if it has one. `packed` names the
+    packed format that holds the same codes and scales, if there is one."""
 
     name: str
     block_len: int
     block_bytes: int
     gguf_type: int | None = None
+    packed: str | None = None
 
     @property
     def bits(self) -> float:
@@ -48,16 +51,16 @@ _PLAIN = [
     Format("BOOL", 1, 1),
 ]
 _GGUF_BLOCKS = [
-    Format("Q4_0", 32, 18, 2),
-    Format("Q4_1", 32, 20, 3),
-    Format("Q5_0", 32, 22, 6),
-    Format("Q5_1", 32, 24, 7),
-    Format("Q8_0", 32, 34, 8),
+    Format("Q4_0", 32, 18, 2, "int4-g32"),
+    Format("Q4_1", 32, 20, 3, "int4m-g32"),
+    Format("Q5_0", 32, 22, 6, "int5-g32"),
+    Format("Q5_1", 32, 24, 7, "int5m-g32"),
+    Format("Q8_0", 32, 34, 8, "int8-g32"),
     Format("Q2_K", 256, 84, 10),
     Format("Q3_K", 256, 110, 11),
-    Format("Q4_K", 256, 144, 12),
-    Format("Q5_K", 256, 176, 13),
-    Format("Q6_K", 256, 210, 14),
+    Format("Q4_K", 256, 144, 12, "q4_k"),
+    Format("Q5_K", 256, 176, 13, "q5_k"),
+    Format("Q6_K", 256, 210, 14, "q6_k"),
     Format("Q8_K", 256, 292, 15),
 ]
 
@@ -186,3 +189,14 @@ def kv_token_bytes(codec: str, num_kv_heads: int, head_dim: int) -> int:
     form = KV_FORMATS[codec]
     scale_bits = 2 * 16 // form.group_len if form.rotated else 0
     return num_kv_heads * head_dim * (form.k_bits + form.v_bits + scale_bits) // 8
+
+
+def check_kv_heads(name: str, head_dim: int) -> None:
+    """Raises UsageError where a codec cannot hold heads of `head_dim`."""
+    group_len = KV_FORMATS[name].group_len
+    if group_len and (head_dim % group_len or head_dim & (head_dim - 1)):
+        raise UsageError(
+            f"The KV codec {name} rotates heads of a power of two from {group_len} on, and this model's have "
+            f"{head_dim} dims.",
+            hint="Use fp8, or a 16-bit codec.",
+        )

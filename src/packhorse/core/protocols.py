@@ -52,6 +52,11 @@ class KVView(Protocol):
     @property
     def spans(self) -> Sequence[Span]: ...
 
+    @property
+    def rotated(self) -> bool:
+        """Whether `segments` gives K and V in the basis of `quant.codec.hadamard`: a layer turns its queries
+        into it and its output back. `write` takes them as they are."""
+
     def write(self, span: Span, k: Tensor, v: Tensor) -> None:
         """Store k and v, [T, Hkv, D], of the span's positions, in the page codec."""
 
@@ -90,6 +95,19 @@ class CheckpointSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str) -> Tensor: ...
+
+    def packed(self, name: str) -> StoredRows | None:
+        """How a matrix's codes can be taken as they are; None where it is stored as plain values, or in a way
+        that no packed format holds."""
+
+
+class StoredRows(NamedTuple):
+    """Where the rows of a matrix [N, K] (of each expert of [E, N, K]) lie: row n is row `row[n]` of `parts[part[n]]`,
+    int64 [N] both. parts: quant.packed.PackedRows, experts of one one under the other."""
+
+    parts: tuple[Any, ...]
+    part: Tensor
+    row: Tensor
 
 
 class Steering(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from packhorse.core.errors import RefusedError, WeightsError
-from packhorse.core.protocols import CheckpointSource
+from packhorse.core.protocols import CheckpointSource, StoredRows
 from packhorse.facts.model import ModelFacts, TensorFacts
 from packhorse.facts.names import text_name
 from packhorse.models.gguf_source import GgufSource
@@ -55,3 +55,7 @@ class SafetensorsSource:
         """The tensor in its stored type, in memory of its own. Raises CorruptFileError where bytes are
         missing, UnsupportedModelError where torch has no such type."""
         return read_plain(self._tensors[name])
+
+    def packed(self, name: str) -> StoredRows | None:
+        """None: these are plain values."""
+        return None

@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from packhorse.core.errors import WeightsError
+from packhorse.core.formats import PACKED
+from packhorse.core.protocols import StoredRows
 from packhorse.facts.gguf_model import is_mtp_block
 from packhorse.facts.model import DeltaFacts, ModelFacts, TensorFacts
 from packhorse.models.raw import read_plain, read_raw
-from packhorse.quant.gguf import dequantize
+from packhorse.quant.gguf import check_scales, codes, dequantize
+from packhorse.quant.packed import PackedRows, RowCodes, fits
 
 Undo = Callable[[Iterator[Tensor]], Tensor]
 """Takes the values of an entry's sources one after the other, fp32."""
@@ -75,11 +78,13 @@ _BLOCK = re.compile(r"^blk\.(\d+)\.(.+)$")
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor as transformers has it: the file's tensors it is made of, its shape, and how."""
+    """One tensor as transformers has it: the file's tensors it is made of, its shape, and how. columns: `undo`
+    moves columns, not rows."""
 
     sources: tuple[TensorFacts, ...]
     shape: tuple[int, ...]
     undo: Undo | None = None
+    columns: bool = False
 
 
 class GgufSource:
@@ -120,15 +125,45 @@ class GgufSource:
         values = (_values(tensor).float() for tensor in entry.sources)
         return entry.undo(values).reshape(entry.shape).contiguous()
 
+    def packed(self, name: str) -> StoredRows | None:
+        """Rows as the file's blocks have them. Columns that cross blocks (value heads of `ssm_out`) stay where
+        they are: the input is put into their order instead, which costs no precision."""
+        entry = self._entries[name]
+        if len(entry.shape) < 2 or not all(_can_pack(tensor) for tensor in entry.sources):
+            return None
+        # What becomes of row numbers is what becomes of rows; fp32 holds whole numbers up to 2^24.
+        counts = [tensor.shape[-2] if len(tensor.shape) > 1 else 1 for tensor in entry.sources]
+        numbers = torch.arange(sum(counts), dtype=torch.float32).split(counts)
+        inputs = None
+        if entry.columns and entry.undo is not None:
+            columns = torch.arange(entry.shape[1], dtype=torch.float32)[None]
+            inputs = entry.undo(iter([columns]))[0].long().argsort()
+            order = numbers[0].long()
+        elif entry.undo is not None:
+            lead = [1] * (len(entry.shape) - 2)
+            order = entry.undo(part.view(*lead, -1, 1) for part in numbers).flatten().long()
+        else:
+            order = numbers[0].long()
+        ends = torch.tensor(counts).cumsum(0)
+        part = torch.bucketize(order, ends, right=True)
+        starts = ends - torch.tensor(counts)
+        rows = tuple(_packed_rows(*item, inputs) for item in zip(entry.sources, counts, strict=True))
+        return StoredRows(rows, part, order - starts[part])
+
     def _add(
-        self, name: str, sources: tuple[TensorFacts, ...], shape: tuple[int, ...], undo: Undo | None = None
+        self,
+        name: str,
+        sources: tuple[TensorFacts, ...],
+        shape: tuple[int, ...],
+        undo: Undo | None = None,
+        columns: bool = False,
     ) -> None:
         if name in self._entries:
             raise WeightsError(
                 f"{sources[0].name!r} and {self._entries[name].sources[0].name!r} are both {name!r}.",
                 hint="Convert the file again.",
             )
-        self._entries[name] = _Entry(sources, shape, undo)
+        self._entries[name] = _Entry(sources, shape, undo, columns)
 
     def _add_layer_tensor(
         self, prefix: str, leaf: str, tensor: TensorFacts, used: Mapping[str, TensorFacts]
@@ -164,7 +199,7 @@ class GgufSource:
             self._add(tensor.name, (tensor,), tensor.shape)
             return
         shape, undo = self._undo(leaf, module, tensor)
-        self._add(prefix + target, (tensor,), shape, undo)
+        self._add(prefix + target, (tensor,), shape, undo, columns=module == "ssm_out")
 
     def _undo(self, leaf: str, module: str, tensor: TensorFacts) -> tuple[tuple[int, ...], Undo | None]:
         """Shape and way back of one layer tensor."""
@@ -218,13 +253,14 @@ class GgufSource:
         assert delta is not None
         self._check(qkv, len(qkv.shape) == 2 and qkv.shape[0] == delta.conv_dim)
         self._check(z, z.shape == (delta.value_dim, qkv.shape[1]))
-        K, H = delta.num_k_heads, qkv.shape[1]
+        K = delta.num_k_heads
 
         def undo(values: Iterator[Tensor]) -> Tensor:
             parts = next(values).split([delta.key_dim, delta.key_dim, delta.value_dim])
-            return torch.cat([part.view(K, -1, H) for part in (*parts, next(values))], dim=1)
+            parts = (*parts, next(values))
+            return torch.cat([part.view(K, -1, part.shape[-1]) for part in parts], dim=1)
 
-        self._add(name, (qkv, z), (delta.conv_dim + delta.value_dim, H), undo)
+        self._add(name, (qkv, z), (delta.conv_dim + delta.value_dim, qkv.shape[1]), undo)
 
     def _is_offset_norm(self, name: str) -> bool:
         return self._facts.norm_offset and name.endswith("norm.weight") and name != "ssm_norm.weight"
@@ -258,6 +294,22 @@ def _values(tensor: TensorFacts) -> Tensor:
     return dequantize(read_raw(tensor), tensor.format).view(tensor.shape)
 
 
+def _can_pack(tensor: TensorFacts) -> bool:
+    name = tensor.format.packed
+    return name is not None and fits(PACKED[name], tensor.shape[-1])
+
+
+def _packed_rows(tensor: TensorFacts, num_rows: int, inputs: Tensor | None) -> PackedRows:
+    assert tensor.format.packed is not None
+
+    def load() -> tuple[RowCodes, Tensor | None]:
+        blocks = read_raw(tensor).view(-1, tensor.format.num_bytes(tensor.shape[-1]))
+        check_scales(tensor.name, blocks, tensor.format)
+        return lambda rows: codes(blocks[rows], tensor.format), inputs
+
+    return PackedRows(PACKED[tensor.format.packed], num_rows, load, inputs is not None)
+
+
 def _minus_one(values: Iterator[Tensor]) -> Tensor:
     return next(values) - 1.0
 
@@ -266,7 +318,7 @@ def _join_rows(values: Iterator[Tensor]) -> Tensor:
     """[E, I, H] twice -> [E, 2I, H]."""
     first = next(values)
     rows = first.shape[1]
-    joined = torch.empty(first.shape[0], 2 * rows, first.shape[2])
+    joined = first.new_empty(first.shape[0], 2 * rows, first.shape[2])
     joined[:, :rows] = first
     del first
     joined[:, rows:] = next(values)

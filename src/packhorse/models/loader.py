@@ -1,12 +1,13 @@
 """Strict, streaming load: every tensor has its place or is refused before a byte is read.
 
-Peak host memory is the model in its compute type plus the largest tensor of the checkpoint; for a GGUF file
-that tensor is in fp32, and half as much again where gate and up experts are joined.
+Peak host memory is the model as it is kept plus the largest tensor of the checkpoint as it is stored. A tensor
+of a GGUF file that is unpacked counts in fp32, and half as much again where gate and up experts are joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from torch import Tensor
 from packhorse.core.errors import WeightsError
 from packhorse.core.protocols import CheckpointSource
 from packhorse.facts.model import ModelFacts
-from packhorse.models.model import Model
+from packhorse.layers.linear import Piece
+from packhorse.models.model import Model, Weight
+from packhorse.models.packing import PiecePlan, Run, allocate, fill, plan_pieces
 from packhorse.models.params import Param, Part, norm_param, single
 from packhorse.models.registry import LAYER_PARAMS
+from packhorse.quant.packed import PackedTensor
 
 # Left by old exports; recomputed from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -46,29 +50,98 @@ def load_model(
     dtype: torch.dtype,
     device: str = "cpu",
     exact: bool = False,
+    packed: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """The model with its weights in `dtype` on `device`. progress(done, total) counts tensors.
+    """The model with its weights in `dtype` on `device`. packed: matrices that are stored packed stay so.
+    progress(done, total) counts tensors.
 
     Raises WeightsError for missing, left-over, misshapen or non-finite tensors, naming them, and
     CorruptFileError from the source.
     """
     params = model_params(facts)
-    places = _places(params, source, facts)
-    tensors = {
-        p.path: torch.empty(p.shape, dtype=torch.float32 if p.fp32 else dtype, device=device) for p in params
-    }
-    total = len(places)
-    for done, name in enumerate([n for n in source.shapes if n in places], start=1):
-        value = source.read(name)
-        _check_values(name, value)
-        for param, part in places[name]:
-            _check_range(name, value, tensors[param.path].dtype)
-            _place(tensors[param.path], value, part, param.add)
+    chosen = _choose(params, source, facts)
+    weights: dict[str, Weight] = {}
+    jobs: dict[str, list[Job]] = {}
+    for param in params:
+        weights[param.path] = _prepare(
+            param, chosen[param.path], source if packed else None, jobs, dtype, device
+        )
+    names = [name for name in source.shapes if name in jobs]
+    for done, name in enumerate(names, start=1):
+        plain = [job for job in jobs[name] if isinstance(job, _Plain)]
+        if plain:
+            value = source.read(name)
+            _check_values(name, value)
+            for to in plain:
+                _check_range(name, value, to.target.dtype)
+                _place(to.target, value, to.part, to.add)
+        for job in jobs[name]:
+            if isinstance(job, _Packed):
+                inputs = fill(job.weight, job.plan, job.runs)
+                if inputs is not None:
+                    weights[job.path] = _with_inputs(weights[job.path], job.weight, inputs.to(device))
         if progress is not None:
-            progress(done, total)
-    _check_tied_head(facts, source, tensors["embed"])
-    return Model(facts, tensors, dtype=dtype, device=device, exact=exact)
+            progress(done, len(names))
+    _check_tied_head(facts, source, weights["embed"])
+    return Model(facts, weights, dtype=dtype, device=device, exact=exact)
+
+
+class _Plain(NamedTuple):
+    """Values that go to `target`."""
+
+    target: Tensor
+    part: Part
+    add: float
+
+
+class _Packed(NamedTuple):
+    """Rows that are packed into a piece of the parameter `path`."""
+
+    path: str
+    weight: PackedTensor
+    plan: PiecePlan
+    runs: list[Run]
+
+
+Job = _Plain | _Packed
+
+
+def _prepare(
+    param: Param,
+    parts: tuple[Part, ...],
+    source: CheckpointSource | None,
+    jobs: dict[str, list[Job]],
+    dtype: torch.dtype,
+    device: str,
+) -> Weight:
+    """Memory of a parameter, and what fills it, by tensor of the checkpoint. source: None keeps all dense."""
+    plans = None if source is None else plan_pieces(param, parts, source)
+    if plans is None:
+        whole = torch.empty(param.shape, dtype=torch.float32 if param.fp32 else dtype, device=device)
+        for part in parts:
+            jobs.setdefault(part.source, []).append(_Plain(whole[part.at], part, param.add))
+        return whole
+    pieces = []
+    for plan in plans:
+        weight = allocate(plan, param, dtype, device)
+        pieces.append(Piece(weight))
+        for run in plan.runs:
+            here = jobs.setdefault(run.part.source, [])
+            if isinstance(weight, Tensor):
+                rows = slice(run.start - plan.start, run.start - plan.start + run.length)
+                here.append(_Plain(weight[rows], run.part, param.add))
+            elif here and isinstance(here[-1], _Packed) and here[-1].weight is weight:
+                here[-1].runs.append(run)
+            else:
+                here.append(_Packed(param.path, weight, plan, [run]))
+    return tuple(pieces)
+
+
+def _with_inputs(weight: Weight, of: PackedTensor, inputs: Tensor) -> Weight:
+    """A parameter whose piece `of` takes its inputs in an order of its own."""
+    assert not isinstance(weight, Tensor)
+    return tuple(Piece(p.weight, inputs) if p.weight is of else p for p in weight)
 
 
 def _place(target: Tensor, value: Tensor, part: Part, add: float) -> None:
@@ -77,15 +150,13 @@ def _place(target: Tensor, value: Tensor, part: Part, add: float) -> None:
     if add:
         # In fp32, so that 1 + w keeps the small bits of w.
         value = value.float() + add
-    place = target[part.at]
-    place.copy_(value.reshape(place.shape))
+    target.copy_(value.reshape(target.shape))
 
 
-def _places(
-    params: list[Param], source: CheckpointSource, facts: ModelFacts
-) -> dict[str, list[tuple[Param, Part]]]:
-    """Which parameters each tensor fills; raises WeightsError unless names and shapes match exactly."""
-    places: dict[str, list[tuple[Param, Part]]] = {}
+def _choose(params: list[Param], source: CheckpointSource, facts: ModelFacts) -> dict[str, tuple[Part, ...]]:
+    """The tensors that fill each parameter; raises WeightsError unless names and shapes match exactly."""
+    chosen: dict[str, tuple[Part, ...]] = {}
+    used: set[str] = set()
     missing: list[str] = []
     for param in params:
         parts = next((c for c in param.choices if all(p.source in source.shapes for p in c)), None)
@@ -101,14 +172,15 @@ def _places(
                     hint="config.json and the weights are of different models.",
                     tensor=part.source,
                 )
-            places.setdefault(part.source, []).append((param, part))
+        chosen[param.path] = parts
+        used |= {part.source for part in parts}
     if missing:
         raise WeightsError(
             f"{_some(missing)} missing from {facts.path}.",
             hint="The download may be incomplete: fetch it again.",
             missing=missing,
         )
-    left = [n for n in source.shapes if n not in places and not n.endswith(_DERIVED)]
+    left = [n for n in source.shapes if n not in used and not n.endswith(_DERIVED)]
     if facts.tied and _HEAD in left:
         left.remove(_HEAD)
     if left:
@@ -117,7 +189,7 @@ def _places(
             hint="The config names another architecture, or an adapter was saved with the model: merge it.",
             left_over=left,
         )
-    return places
+    return chosen
 
 
 def _some(names: Iterable[str]) -> str:
@@ -157,10 +229,13 @@ def _check_range(name: str, value: Tensor, dtype: torch.dtype) -> None:
             )
 
 
-def _check_tied_head(facts: ModelFacts, source: CheckpointSource, embedding: Tensor) -> None:
+def _check_tied_head(facts: ModelFacts, source: CheckpointSource, weight: Weight) -> None:
     """A tied model may still carry its head: then it must be the embedding."""
     if facts.tied and _HEAD in source.shapes:
         head = source.read(_HEAD)
+        embedding = weight if isinstance(weight, Tensor) else weight[0].weight
+        if isinstance(embedding, PackedTensor):
+            embedding = embedding.dequantize()
         if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
             raise WeightsError(
                 f"{_HEAD} differs from the embedding, and the config says that they are tied.",

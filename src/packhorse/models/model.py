@@ -15,10 +15,15 @@ from torch import Tensor
 
 from packhorse.core.protocols import LayerWeights
 from packhorse.facts.model import ModelFacts
+from packhorse.kernels.linear import packed
 from packhorse.kernels.norm.ref import rms_norm
 from packhorse.layers.decoder import DecoderLayer
-from packhorse.layers.linear import Linear
+from packhorse.layers.linear import Linear, PackedLinear, Piece
 from packhorse.layers.rope import Rope
+from packhorse.quant.packed import PackedTensor
+
+Weight = Tensor | tuple[Piece, ...]
+"""A parameter: dense, or with packed pieces."""
 
 
 class ResidentWeights:
@@ -36,7 +41,7 @@ class Model:
     """A loaded model. `tensors` are its parameters by name, as `load_model` filled them."""
 
     def __init__(
-        self, facts: ModelFacts, tensors: dict[str, Tensor], *, dtype: torch.dtype, device: str, exact: bool
+        self, facts: ModelFacts, tensors: dict[str, Weight], *, dtype: torch.dtype, device: str, exact: bool
     ) -> None:
         self.facts = facts
         self.dtype = dtype
@@ -45,13 +50,15 @@ class Model:
         rope = Rope(facts.rope, device)
         self.layers = [DecoderLayer(facts, i, rope, dtype, exact) for i in range(facts.num_layers)]
         self.weights = ResidentWeights([_tree(tensors, f"layers.{i}.") for i in range(facts.num_layers)])
-        self._embedding = tensors["embed"]
-        self._norm = tensors["norm"]
-        self._head = Linear(tensors.get("head", self._embedding))
-        self.storage_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        self._embedding = _whole(tensors["embed"])
+        self._norm: Tensor = tensors["norm"]  # type: ignore[assignment]  # norms are never packed
+        self._head = _linear(tensors.get("head", tensors["embed"]))
+        self.storage_bytes = sum(weight_bytes(weight) for weight in tensors.values())
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> x [T, H] fp32."""
+        if isinstance(self._embedding, PackedTensor):
+            return packed.embed(ids, self._embedding)
         return F.embedding(ids, self._embedding).float()
 
     def head(self, x: Tensor) -> Tensor:
@@ -60,10 +67,29 @@ class Model:
         return self._head(hidden).float()
 
 
-def _tree(tensors: dict[str, Tensor], prefix: str) -> Any:
-    """Tensors under `prefix` as nested attributes; `.weight` with `.bias` as a Linear."""
+def weight_bytes(weight: Weight | PackedTensor) -> int:
+    """Bytes that a parameter takes."""
+    if isinstance(weight, PackedTensor):
+        return weight.num_bytes
+    if isinstance(weight, Tensor):
+        return weight.numel() * weight.element_size()
+    parts = [part for piece in weight for part in piece if part is not None]
+    return sum(weight_bytes(part) for part in parts)
+
+
+def _whole(weight: Weight) -> Tensor | PackedTensor:
+    """A parameter that is never in pieces: the embedding, experts."""
+    return weight if isinstance(weight, Tensor) else weight[0].weight
+
+
+def _linear(weight: Weight, bias: Any = None) -> Linear | PackedLinear:
+    return Linear(weight, bias) if isinstance(weight, Tensor) else PackedLinear(weight, bias)
+
+
+def _tree(tensors: dict[str, Weight], prefix: str) -> Any:
+    """Parameters under `prefix` as nested attributes; `.weight` with `.bias` as one product."""
     root = SimpleNamespace()
-    for name, tensor in tensors.items():
+    for name, weight in tensors.items():
         if not name.startswith(prefix) or name.endswith(".bias"):
             continue
         *path, leaf = name.removeprefix(prefix).removesuffix(".weight").split(".")
@@ -73,8 +99,7 @@ def _tree(tensors: dict[str, Tensor], prefix: str) -> Any:
                 setattr(node, part, SimpleNamespace())
             node = getattr(node, part)
         if name.endswith(".weight"):
-            bias = tensors.get(name.removesuffix("weight") + "bias")
-            setattr(node, leaf, Linear(tensor, bias))
+            setattr(node, leaf, _linear(weight, tensors.get(name.removesuffix("weight") + "bias")))
         else:
-            setattr(node, leaf, tensor)
+            setattr(node, leaf, _whole(weight))
     return root

@@ -9,7 +9,7 @@ columns in order but for the middle two of each four, which are swapped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,23 @@ class Codes(NamedTuple):
     offsets: Tensor | None = None
     supers: Tensor | None = None
     super_offsets: Tensor | None = None
+
+
+RowCodes = Callable[[Tensor], Codes]
+"""Codes of the rows with these numbers, int64 [n], of a matrix or of several one under the other."""
+
+
+class PackedRows(NamedTuple):
+    """A matrix in a checkpoint that can be packed without going through 16 bits. num_rows: N, of one expert.
+
+    load: reads it, and gives its codes by rows and, if `permuted`, the order [K] in which the input's columns
+    meet them (else None). It raises CorruptFileError or WeightsError where the file holds what cannot be.
+    """
+
+    form: PackedFormat
+    num_rows: int
+    load: Callable[[], tuple[RowCodes, Tensor | None]]
+    permuted: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,16 +135,22 @@ def pack(form: PackedFormat, codes: Codes) -> PackedTensor:
     if not fits(form, num_cols):
         raise ValueError(f"{num_cols} columns do not fit {form.name}")
     packed = PackedTensor.empty(form, num_rows, num_cols, tuple(lead))
-    padding = -num_rows % TILE_ROWS
-    # [L x R x 16, ..]
-    flat = [None if part is None else F.pad(part, (0, 0, 0, padding)).flatten(0, -2) for part in codes]
-    out = packed.data.view(-1, packed.data.shape[-1])
-    step = max(1, SLICE_LEN // (TILE_ROWS * num_cols))
-    for start in range(0, len(out), step):
-        rows = slice(start * TILE_ROWS, (start + step) * TILE_ROWS)
-        part = Codes(*(None if whole is None else whole[rows] for whole in flat))  # type: ignore[arg-type]
-        pack_blocks(form, part, out[start : start + step])
+    flat = [None if part is None else part.flatten(0, -2) for part in codes]
+    for index, out in enumerate(packed.data.view(-1, *packed.data.shape[-2:])):
+        rows = torch.arange(index * num_rows, (index + 1) * num_rows)
+        write_rows(form, lambda rows: Codes(*(None if p is None else p[rows] for p in flat)), rows, out)  # type: ignore[arg-type]
     return packed
+
+
+def write_rows(form: PackedFormat, codes: RowCodes, rows: Tensor, out: Tensor) -> None:
+    """Pack the codes of `rows`, int64 [N], into out, uint8 [R, row_bytes], in slices."""
+    step = max(1, SLICE_LEN // out.shape[1]) * TILE_ROWS
+    for start in range(0, len(rows), step):
+        part = codes(rows[start : start + step])
+        padding = -len(part.codes) % TILE_ROWS
+        if padding:
+            part = Codes(*(None if p is None else F.pad(p, (0, 0, 0, padding)) for p in part))  # type: ignore[arg-type]
+        pack_blocks(form, part, out[start // TILE_ROWS : ceil_div(start + step, TILE_ROWS)])
 
 
 def unpack(packed: PackedTensor) -> Codes:
@@ -145,6 +168,8 @@ def values(form: PackedFormat, codes: Codes) -> Tensor:
     """fp32 [L, N, K] of codes and what they mean. The order of operations is that of gguf's dequantization."""
     num_cols = codes.codes.shape[-1]
     q = codes.codes.view(torch.float8_e4m3fn).float() if form.kind == "fp8" else codes.codes.float()
+    # [L, N, G, group_len], and [L, N, G, 1] for what a group has in common.
+    q = F.pad(q, (0, -num_cols % form.group_len)).unflatten(-1, (-1, form.group_len))
     scales = codes.scales.float()
     offsets = None if codes.offsets is None else codes.offsets.float()
     if codes.supers is not None:
@@ -152,20 +177,16 @@ def values(form: PackedFormat, codes: Codes) -> Tensor:
         scales = scales * codes.supers.float().repeat_interleave(groups, dim=-1)
         if offsets is not None and codes.super_offsets is not None:
             offsets = offsets * codes.super_offsets.float().repeat_interleave(groups, dim=-1)
-    scales = _columns(scales, form.group_len, num_cols)
+    scales = scales.unsqueeze(-1)
     if form.kind == "fp8":
-        return q.mul_(scales)
-    if offsets is None:
-        return q.sub_(2 ** (form.bits - 1)).mul_(scales)
-    offsets = _columns(offsets, form.group_len, num_cols)
-    if form.kind == "zero":
-        return q.sub_(offsets).mul_(scales)
-    return q.mul_(scales).sub_(offsets) if form.kind == "k" else q.mul_(scales).add_(offsets)
-
-
-def _columns(groups: Tensor, group_len: int, num_cols: int) -> Tensor:
-    """[L, N, G] -> [L, N, K]: each value for the columns of its group."""
-    return groups.repeat_interleave(group_len, dim=-1)[..., :num_cols]
+        q.mul_(scales)
+    elif offsets is None:
+        q.sub_(2 ** (form.bits - 1)).mul_(scales)
+    elif form.kind == "zero":
+        q.sub_(offsets.unsqueeze(-1)).mul_(scales)
+    else:
+        q.mul_(scales).add_(offsets.unsqueeze(-1), alpha=-1 if form.kind == "k" else 1)
+    return q.flatten(-2)[..., :num_cols]
 
 
 def _regions(form: PackedFormat, out: Tensor, num_cols: int) -> Iterator[tuple[Tensor, Tensor, slice, slice]]:

@@ -6,12 +6,14 @@ Letters: T tokens, H hidden, E experts, K experts a token, I inner size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.kernels.linear.ref import linear
+from packhorse.quant.packed import PackedTensor
 
 
 def route(logits: Tensor, top_k: int, norm_topk: bool) -> tuple[Tensor, Tensor]:
@@ -35,18 +37,18 @@ def expert_mix(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedTensor,
+    down: Tensor | PackedTensor,
     *,
     exact: bool = False,
-    product: Callable[[Tensor, Tensor], Tensor] = linear,
+    product: Callable[[Tensor, Any], Tensor] = linear,
 ) -> Tensor:
     """Sum over each token's experts of weight * down(swiglu(gate_up(x))): x [T, H] -> [T, H] fp32.
 
     weights, experts: [T, K] of `route`. gate_up: [E, 2 I, H], down: [E, H, I], indexable by expert.
     Each hit expert is one product over its tokens; a token's K results are added in the order of its experts'
     rank. exact: an expert multiplies all T rows, so that a row's bits do not depend on who else is routed.
-    product: what multiplies, as kernels.linear.ref.linear does.
+    product: what multiplies, as kernels.linear.ref.linear does; for packed experts one that takes them.
     """
     num_tokens, top_k = experts.shape
     parts = x.new_zeros(num_tokens * top_k, x.shape[1], dtype=torch.float32)

@@ -1,0 +1,54 @@
+"""Values of packed weights on a card, for products of many rows that a library does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from packhorse.core.formats import PackedFormat
+from packhorse.core.units import ceil_div
+from packhorse.kernels.cuda.launch import launch
+from packhorse.kernels.cuda.nvrtc import Variant
+from packhorse.quant.packed import PackedTensor
+
+_OUT = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_KINDS = {"symmetric": 0, "zero": 1, "min": 2, "fp8": 3, "k": 4, "q6_k": 5}
+_WARPS = 8
+_GRID_Y = 32768
+
+
+def variant(form: PackedFormat, dtype: torch.dtype) -> Variant:
+    """The kernel that unpacks `form` into `dtype`."""
+    defines = (
+        ("BITS", form.bits),
+        ("KIND", _KINDS[form.kind]),
+        ("GROUP", form.group_len),
+        ("OUT", _OUT[dtype]),
+    )
+    return Variant(
+        "linear/unpack.cu", "unpack", defines, min_arch=80 if dtype == torch.bfloat16 else Variant.min_arch
+    )
+
+
+def unpack_into(packed: PackedTensor, out: Tensor) -> Tensor:
+    """Write the values [L, N, K] of `packed`, which lies on a card, into `out` of a compute type: contiguous, the
+    same number of values. The values are those of PackedTensor.dequantize, bit for bit. Returns `out`."""
+    assert out.is_contiguous() and out.shape == packed.shape and packed.data.is_contiguous()
+    *_, blocks, row_bytes = packed.data.shape
+    row_blocks = packed.data.numel() // row_bytes
+    tiles = ceil_div(packed.num_cols, 64)
+    height = min(row_blocks, _GRID_Y)
+    launch(
+        variant(packed.format, out.dtype),
+        (ceil_div(tiles, _WARPS), height, ceil_div(row_blocks, height)),
+        32 * _WARPS,
+        packed.data,
+        out,
+        row_blocks,
+        blocks,
+        packed.num_rows,
+        packed.num_cols,
+        row_bytes,
+        device=packed.data.device,
+    )
+    return out
