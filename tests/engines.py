@@ -68,10 +68,11 @@ def make_engine(
     window: int = 8192,
     eos_ids: tuple[int, ...] = (),
     device: str = "cpu",
+    kv: str | None = None,
 ) -> Engine:
     """An engine whose free memory is NaN, so that nothing stale can be read unseen."""
     store = KVStore(
-        StoreGeometry.of(model.facts, model.dtype, page_len),
+        StoreGeometry.of(model.facts, model.dtype, page_len, kv),
         num_pages=num_pages,
         sequences=sequences,
         snapshots=snapshots,
@@ -112,10 +113,10 @@ def ask(
 
 
 @torch.inference_mode()
-def one_pass(model: Model, ids: list[int]) -> torch.Tensor:
+def one_pass(model: Model, ids: list[int], kv: str | None = None) -> torch.Tensor:
     """Logits [T, V] of all positions from one pass over a fresh store, without scheduler or engine."""
     store = KVStore(
-        StoreGeometry.of(model.facts, model.dtype, PAGE_LEN),
+        StoreGeometry.of(model.facts, model.dtype, PAGE_LEN, kv),
         num_pages=len(ids) // PAGE_LEN + 2,
         sequences=1,
         snapshots=0,

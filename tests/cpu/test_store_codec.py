@@ -39,7 +39,7 @@ def test_layout_of_a_page():
     codec, raw, pages = make(torch.float32)
     k, v = values(PAGE)
     pages.write(range(2, 3), 0, k, v)
-    assert codec.version == 1
+    assert codec.format.version == 1
     assert torch.equal(raw[2].view(torch.float32), torch.stack((k, v), dim=1).flatten())
     assert bool((raw[[0, 1, *range(3, NUM)]] == 0xFF).all())
 

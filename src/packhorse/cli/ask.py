@@ -57,6 +57,7 @@ def command(
     context: asking.ContextOption = None,
     threads: asking.ThreadsOption = None,
     dtype: asking.DtypeOption = EngineConfig.dtype,
+    kv: asking.KvOption = EngineConfig.kv,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
@@ -72,7 +73,7 @@ def command(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     config = EngineConfig(
-        context=context, sequences=1, dtype=dtype, device=device, exact=exact, threads=threads
+        context=context, sequences=1, dtype=dtype, kv=kv, device=device, exact=exact, threads=threads
     )
     if raw and system is not None:
         raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")

@@ -76,6 +76,12 @@ ThreadsOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="What to compute in: auto, fp32, bf16 or fp16.", show_default=True)
 ]
+KvOption = Annotated[
+    str,
+    typer.Option(
+        "--kv", help="How K and V are stored: auto, fp16, bf16, fp8, k5v4 or k4v4.", show_default=True
+    ),
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.", show_default=True)]
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Reuse and chunking change no bit; fp32, slower.", show_default=False)

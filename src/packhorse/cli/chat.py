@@ -37,6 +37,7 @@ def command(
     context: asking.ContextOption = None,
     threads: asking.ThreadsOption = None,
     dtype: asking.DtypeOption = EngineConfig.dtype,
+    kv: asking.KvOption = EngineConfig.kv,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
@@ -52,7 +53,7 @@ def command(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     config = EngineConfig(
-        context=context, sequences=1, dtype=dtype, device=device, exact=exact, threads=threads
+        context=context, sequences=1, dtype=dtype, kv=kv, device=device, exact=exact, threads=threads
     )
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(
@@ -158,6 +159,8 @@ class Conversation:
             f"tokens were read in {len(self.turns)} turns, {reused} of them reused. KV pages: "
             f"{store.pages_cached} kept, {store.pages_free} free."
         )
+        for kind, count in self.session.engine.store.kv_misfits.items():
+            note(f"Values of K and V that their codec stored as {kind}: {count:,}.")
 
 
 def run(conversation: Conversation, lines: Iterator[str]) -> None:

@@ -77,6 +77,10 @@ MaxTokensOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="auto, fp32, bf16 or fp16. [default: auto]", show_default=False)
 ]
+KvOption = Annotated[
+    str | None,
+    typer.Option("--kv", help="auto, fp16, bf16, fp8, k5v4 or k4v4. [default: auto]", show_default=False),
+]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cpu]", show_default=False)
 ]
@@ -101,6 +105,7 @@ def command(
     max_tokens: MaxTokensOption = None,
     threads: asking.ThreadsOption = None,
     dtype: DtypeOption = None,
+    kv: KvOption = None,
     device: DeviceOption = None,
     exact: ExactOption = None,
     chat_template: asking.ChatTemplateOption = None,
@@ -135,6 +140,7 @@ def command(
         "max_tokens": max_tokens,
         "threads": threads,
         "dtype": dtype,
+        "kv": kv,
         "device": device,
         "exact": exact,
         "chat_template": None if chat_template is None else chat_template.resolve(),

@@ -89,6 +89,7 @@ def command(
     context: asking.ContextOption = None,
     threads: asking.ThreadsOption = None,
     dtype: asking.DtypeOption = EngineConfig.dtype,
+    kv: asking.KvOption = EngineConfig.kv,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
@@ -106,7 +107,7 @@ def command(
     if context is None and what is What.RECALL:
         context = max(grid.lengths) + ANSWER_ROOM
     config = EngineConfig(
-        context=context, sequences=1, dtype=dtype, device=device, exact=exact, threads=threads
+        context=context, sequences=1, dtype=dtype, kv=kv, device=device, exact=exact, threads=threads
     )
     session = asking.open_session(
         model, config, note, cache=cache, offline=offline, chat_template=chat_template, think=think

@@ -6,8 +6,11 @@ import re
 from dataclasses import dataclass
 
 from packhorse.core.errors import UsageError
-from packhorse.core.formats import COMPUTE_DTYPES
+from packhorse.core.formats import COMPUTE_DTYPES, KV_FORMATS
 from packhorse.core.types import PAGE_LEN
+
+KV_CHOICES = ("auto", *(name for name in KV_FORMATS if name != "fp32"))
+"""What EngineConfig.kv may be. fp32 is what auto means in fp32, and gains nothing elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class EngineConfig:
     """Requests worked on at once; more wait."""
     dtype: str = "auto"
     """fp32, bf16, fp16, or auto: fp32 in exact mode; else bf16 where the machine multiplies it natively."""
+    kv: str = "auto"
+    """How K and V are stored: fp16, bf16, fp8, k5v4, k4v4, or auto: as computed."""
     device: str = "cpu"
     """Where the model runs: cpu or cuda[:N]."""
     exact: bool = False
@@ -60,6 +65,8 @@ class EngineConfig:
             raise UsageError(
                 f"dtype {self.dtype!r} is not known.", hint=f"Choose auto, {', '.join(COMPUTE_DTYPES)}."
             )
+        if self.kv not in KV_CHOICES:
+            raise UsageError(f"kv {self.kv!r} is not known.", hint=f"Choose {', '.join(KV_CHOICES)}.")
         if self.exact and self.dtype not in ("auto", "fp32"):
             raise UsageError(
                 f"exact mode computes in fp32, and dtype is {self.dtype}.",

@@ -58,7 +58,7 @@ def load_engine(
         progress=progress,
     )
     store = KVStore(
-        StoreGeometry.of(facts, DTYPES[dtype], config.page_len),
+        StoreGeometry.of(facts, DTYPES[dtype], config.page_len, sizes.kv),
         num_pages=sizes.num_pages,
         sequences=config.sequences,
         snapshots=config.snapshots,
@@ -77,7 +77,7 @@ def load_engine(
         detokenizer=detokenizer,
     )
     planned = f"planned {format_bytes(sizes.total_bytes)}: weights {format_bytes(sizes.weight_bytes)}, KV "
-    planned += f"{format_bytes(sizes.kv_bytes)} for {store.capacity:,} tokens"
+    planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens"
     return Loaded(engine, sizes, (*facts.notes, why, *sizes.notes, planned))
 
 

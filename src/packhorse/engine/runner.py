@@ -122,6 +122,11 @@ class BucketView:
     span: Span
     spans: tuple[Span, ...]
 
+    @property
+    def rotated(self) -> bool:
+        """See KVView."""
+        return self.view.rotated
+
     def write(self, span: Span, k: Tensor, v: Tensor) -> None:
         """See KVView."""
         self.view.write(self.span, k, v)

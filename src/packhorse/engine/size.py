@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError
+from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS
 from packhorse.core.units import MIB, ceil_div, format_bytes
 from packhorse.facts.model import ModelFacts
@@ -23,13 +24,20 @@ SCORES_BYTES = 256 * MIB
 SCORES_COPIES = 4
 """Tensors of their size that live at once there: scores, mask, shifted, exponentials."""
 
+SEGMENT_LEN = 8192
+"""Keys that attention reads at once at most, as in store.kv."""
+DECODE_COPIES = 5
+"""fp32 tensors of a segment's K that live at once while K and V are decoded: K, codes, values, two of bytes."""
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the engine allocates. context: tokens one request may hold. segment_len: keys attention reads at
-    once; None is the store's own choice. notes: what was decided that a person may not expect."""
+    """What the engine allocates. kv: the codec of K and V. context: tokens one request may hold. segment_len:
+    keys attention reads at once; None is the store's own choice. notes: what was decided that a person may not
+    expect."""
 
     dtype: str
+    kv: str
     context: int
     num_pages: int
     weight_bytes: int
@@ -56,8 +64,10 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
     A context or KV pool that was asked for is given or refused; one that was not asked for is cut to what
     fits, and `notes` says so.
 
-    Raises DoesNotFitError with both numbers.
+    Raises DoesNotFitError with both numbers, UsageError where the model's heads do not suit the KV codec.
     """
+    kv = dtype if config.kv == "auto" else config.kv
+    check_kv_heads(kv, facts.head_dim)
     window = facts.context
     if config.context is not None and config.context > window:
         raise DoesNotFitError(
@@ -67,15 +77,16 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
             unit="tokens",
             hint="Ask for less, or set YaRN in the model's config.json as its card describes.",
         )
-    page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, dtype, config.page_len)
+    page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, kv, config.page_len)
     fixed = Sizes(
         dtype=dtype,
+        kv=kv,
         context=config.context or window,
         num_pages=0,
         weight_bytes=account.weight_bytes(facts, dtype),
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
-        workspace_bytes=_workspace_bytes(facts, config),
+        workspace_bytes=_workspace_bytes(facts, config, decodes=kv != dtype),
         segment_len=_segment_len(facts, config),
     )
     room = available_bytes - LEFT_ALONE - fixed.total_bytes
@@ -143,8 +154,11 @@ def _state_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
     return states * account.snapshot_bytes(facts, dtype) + pending
 
 
-def _workspace_bytes(facts: ModelFacts, config: EngineConfig) -> int:
-    """The widest activations of a step in fp32: a few of them live at once in a layer, and the logits."""
+def _workspace_bytes(facts: ModelFacts, config: EngineConfig, *, decodes: bool) -> int:
+    """The widest activations of a step in fp32: a few of them live at once in a layer, and the logits.
+
+    decodes: K and V of a segment are decoded before attention reads them.
+    """
     rows = max(EXACT_ROWS, config.chunk_len + config.sequences)
     widths = [2 * facts.intermediate_size, 3 * facts.num_heads * facts.head_dim, 4 * facts.hidden_size]
     if facts.moe is not None:
@@ -152,6 +166,8 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     if facts.delta is not None:
         widths.append(4 * facts.delta.conv_dim + 2 * facts.delta.value_dim)
     activations = 4 * rows * 2 * max(widths) + 3 * 4 * config.sequences * facts.vocab_size
+    if decodes:
+        activations += DECODE_COPIES * 4 * SEGMENT_LEN * facts.num_kv_heads * facts.head_dim
     segment_len = _segment_len(facts, config)
     if segment_len is None:
         return activations
@@ -166,4 +182,4 @@ def _segment_len(facts: ModelFacts, config: EngineConfig) -> int | None:
     if config.device == "cpu":
         return None
     fit = SCORES_BYTES // (SCORES_COPIES * 4 * facts.num_heads * config.chunk_len)
-    return max(1, min(fit, 8192) // config.page_len) * config.page_len
+    return max(1, min(fit, SEGMENT_LEN) // config.page_len) * config.page_len

@@ -90,6 +90,12 @@ class _Live(Collector):
                 "packhorse_snapshots", "Recurrent states kept for reuse.", stats.snapshots
             )
             yield CounterMetricFamily("packhorse_evicted_entries", "Prefixes dropped.", stats.evicted_entries)
+            misfits = CounterMetricFamily(
+                "packhorse_kv_misfits", "Values of K and V that their codec could not hold.", labels=["kind"]
+            )
+            for kind, count in store.kv_misfits.items():
+                misfits.add_metric([kind], count)
+            yield misfits
             yield _bytes(store, stats.pages_free)
 
 

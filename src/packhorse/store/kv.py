@@ -20,7 +20,7 @@ from packhorse.core.protocols import DeltaState, KVView, Segment
 from packhorse.core.types import Span
 from packhorse.core.units import ceil_div
 from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
-from packhorse.quant.codec import PlainPages
+from packhorse.quant.codec import CodecPages
 from packhorse.store.evict import LeafQueue, thinnable
 from packhorse.store.pages import PageAllocator, consecutive_runs
 from packhorse.store.prefix import Entry, PrefixMatch, PrefixTree, encode_tokens
@@ -190,6 +190,16 @@ class KVStore:
             **vars(self._counters),
         )
 
+    @property
+    def kv_misfits(self) -> dict[str, int]:
+        """Values written that their codec could not hold as they were, by kind, over all layers; a codec that
+        has none to count gives nothing. Waits for the device."""
+        totals: dict[str, int] = {}
+        for pages in self._bound.values():
+            for kind, count in pages.counts.items():
+                totals[kind] = totals.get(kind, 0) + count
+        return totals
+
     def match(self, token_ids: Sequence[int]) -> PrefixMatch:
         """What of a prompt is stored now. Changes nothing."""
         return self._tree.match(encode_tokens(token_ids))
@@ -287,7 +297,7 @@ class KVStore:
             step.fragments[span.slot] = sequence.fragments
         layers = range(len(self.geometry.layer_kinds))
         return [
-            _PagesView(step, self._bound[i])
+            _PagesView(step, self._bound[i], self.geometry.codec.format.rotated)
             if i in self._bound
             else _StateView(step, self._tier.delta_states(i))
             for i in layers
@@ -512,6 +522,10 @@ class _LayerView:
     def spans(self) -> Sequence[Span]:
         return self._step.spans
 
+    @property
+    def rotated(self) -> bool:
+        raise AssertionError("a linear layer has no pages")
+
     def write(self, span: Span, k: Tensor, v: Tensor) -> None:
         raise AssertionError("a linear layer has no pages")
 
@@ -523,11 +537,16 @@ class _LayerView:
 
 
 class _PagesView(_LayerView):
-    __slots__ = ("_pages",)
+    __slots__ = ("_pages", "_rotated")
 
-    def __init__(self, step: _Step, pages: PlainPages) -> None:
+    def __init__(self, step: _Step, pages: CodecPages, rotated: bool) -> None:
         super().__init__(step)
         self._pages = pages
+        self._rotated = rotated
+
+    @property
+    def rotated(self) -> bool:
+        return self._rotated
 
     def write(self, span: Span, k: Tensor, v: Tensor) -> None:
         page_ids, start = self._step.targets[span.row]

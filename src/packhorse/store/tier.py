@@ -22,7 +22,7 @@ from packhorse.core.protocols import DeltaState
 from packhorse.core.types import LayerKind
 from packhorse.core.units import round_up
 from packhorse.facts.model import DeltaFacts, ModelFacts
-from packhorse.quant.codec import PlainCodec
+from packhorse.quant.codec import Codec, PlainCodec, make_codec
 
 ALIGNMENT = 64
 """Bytes to which every part of a tier is aligned: a cache line, and the widest vector loads."""
@@ -33,14 +33,18 @@ class StoreGeometry:
     """Shapes of what the store keeps of one model. dtype: compute type, that of the conv state."""
 
     layer_kinds: tuple[LayerKind, ...]
-    codec: PlainCodec
+    codec: Codec
     delta: DeltaFacts | None
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, facts: ModelFacts, dtype: torch.dtype, page_len: int) -> StoreGeometry:
-        """The geometry of a model computed in `dtype` with pages of `page_len` tokens."""
-        codec = PlainCodec(dtype, facts.num_kv_heads, facts.head_dim, page_len)
+    def of(cls, facts: ModelFacts, dtype: torch.dtype, page_len: int, kv: str | None = None) -> StoreGeometry:
+        """The geometry of a model computed in `dtype` with pages of `page_len` tokens in the codec `kv` (None:
+        as computed). Raises UsageError where the model's heads do not suit the codec."""
+        if kv is None:
+            codec: Codec = PlainCodec(dtype, facts.num_kv_heads, facts.head_dim, page_len)
+        else:
+            codec = make_codec(kv, dtype, facts.num_kv_heads, facts.head_dim, page_len)
         return cls(facts.layer_kinds, codec, facts.delta, dtype)
 
     @property
