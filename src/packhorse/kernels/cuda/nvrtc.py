@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import platformdirs
-
 from packhorse.core.errors import CompileError, CompilerMissingError, UnsupportedCardError
 
 KERNELS = Path(__file__).parents[1]
@@ -198,7 +196,7 @@ class CodeCache:
     reader sees a whole file or none; a file that is damaged counts as missing."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or platformdirs.user_cache_path("packhorse") / "kernels"
+        self.folder = folder or _cache_home() / "packhorse" / "kernels"
 
     def get(self, key: str) -> bytes | None:
         """The code, or None where there is none, or none that is whole."""
@@ -225,6 +223,11 @@ class CodeCache:
                 os.unlink(name)
             return False
         return True
+
+
+def _cache_home() -> Path:
+    """Where the desktop specification puts caches; platformdirs is not on every machine with a card."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _digest(code: bytes) -> bytes:
