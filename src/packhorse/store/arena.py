@@ -3,6 +3,8 @@
     mapping  | segment 0, at most 1 GiB | segment 1 | ... |        each registered by a thread of its own
 
 torch's pinned allocator rounds a request up to a power of two, so 17 GB would take 32.
+
+NOTE: an asynchronous copy must not cross from one segment into the next (the driver refuses it); kernels may.
 """
 
 from __future__ import annotations
