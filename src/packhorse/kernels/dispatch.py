@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from packhorse.kernels.delta.scan import delta_scan
 from packhorse.kernels.experts import ref as experts_ref
 from packhorse.kernels.experts.grouped import grouped_mix
 from packhorse.kernels.linear import cpu as linear_cpu
-from packhorse.kernels.linear import packed
+from packhorse.kernels.linear import packed, unpack
 from packhorse.kernels.linear import ref as linear_ref
 from packhorse.quant.packed import PackedTensor
+
+Matrices = Tensor | PackedTensor
+"""A stack of matrices [E, N, K], one for each expert."""
 
 
 def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: float) -> Tensor:
@@ -29,7 +33,7 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
 def linear(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None = None) -> Tensor:
     """Product with a dense or packed weight, shapes of kernels.linear.ref.linear."""
     if isinstance(weight, PackedTensor):
-        return packed.linear(x, weight, bias)
+        return (packed if x.device.type == "cpu" else unpack).linear(x, weight, bias)
     if x.device.type == "cpu":
         if linear_cpu.fits(x, weight):
             return linear_cpu.row_product(x, weight, bias)
@@ -46,10 +50,19 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 
 def expert_mix(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, exact: bool
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices, *, exact: bool
 ) -> Tensor:
     """Routed experts, shapes of kernels.experts.ref.expert_mix."""
     if x.device.type != "cpu" and x.dtype != torch.float32 and not exact:
-        num = gate_up.shape[0]
-        return grouped_mix(x, weights, experts, lambda a, b: gate_up[a:b], lambda a, b: down[a:b], num, num)
+        num, group = gate_up.shape[0], gate_up.shape[0]
+        if isinstance(gate_up, PackedTensor):
+            group = unpack.group_len(gate_up, x.element_size())
+        up, back = (partial(_matrices, stack, x.dtype) for stack in (gate_up, down))
+        return grouped_mix(x, weights, experts, up, back, num, group)
     return experts_ref.expert_mix(x, weights, experts, gate_up, down, exact=exact, product=linear)
+
+
+def _matrices(stack: Matrices, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    if isinstance(stack, PackedTensor):
+        return unpack.unpacked(stack, start, stop, dtype)
+    return stack[start:stop]

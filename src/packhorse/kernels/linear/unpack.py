@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from packhorse.core.formats import PackedFormat
+from packhorse.core.formats import TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div
 from packhorse.kernels.cuda.launch import launch
 from packhorse.kernels.cuda.nvrtc import Variant
@@ -15,6 +16,8 @@ _OUT = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _KINDS = {"symmetric": 0, "zero": 1, "min": 2, "fp8": 3, "k": 4, "q6_k": 5}
 _WARPS = 8
 _GRID_Y = 32768
+SCRATCH_BYTES = 512 << 20
+"""Values that exist at once beside the packed weights, at most."""
 
 
 def variant(form: PackedFormat, dtype: torch.dtype) -> Variant:
@@ -28,6 +31,30 @@ def variant(form: PackedFormat, dtype: torch.dtype) -> Variant:
     return Variant(
         "linear/unpack.cu", "unpack", defines, min_arch=80 if dtype == torch.bfloat16 else Variant.min_arch
     )
+
+
+def linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times a packed weight [N, K] transposed, plus bias [N]: [T, N] in x's type; rows of the weight
+    are unpacked SCRATCH_BYTES at a time and multiplied by the library."""
+    step = max(1, SCRATCH_BYTES // (TILE_ROWS * weight.num_cols * x.element_size())) * TILE_ROWS
+    out = x.new_empty(x.shape[0], weight.num_rows)
+    scratch = x.new_empty(min(step, weight.num_rows) * weight.num_cols)
+    for start in range(0, weight.num_rows, step):
+        part = weight.rows(start, start + step)
+        values = unpack_into(part, scratch[: part.num_rows * part.num_cols].view(part.shape))
+        out[:, start : start + step] = F.linear(x, values)
+    return out if bias is None else out + bias
+
+
+def group_len(weight: PackedTensor, itemsize: int) -> int:
+    """Matrices [N, K] of `weight` [E, N, K] whose values fill SCRATCH_BYTES."""
+    return max(1, SCRATCH_BYTES // (weight.num_rows * weight.num_cols * itemsize))
+
+
+def unpacked(weight: PackedTensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Values of matrices start .. stop of `weight` [E, N, K], which lies on a card."""
+    part = PackedTensor(weight.format, weight.data[start:stop], weight.num_rows, weight.num_cols)
+    return unpack_into(part, torch.empty(part.shape, dtype=dtype, device=part.data.device))
 
 
 def unpack_into(packed: PackedTensor, out: Tensor) -> Tensor:
