@@ -7,14 +7,16 @@ batched with it, cancelled beside it, reused by it or evicted under it.
 from functools import cache
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import oracle
 from engines import ask, make_engine, tiny_model
-from packhorse.core.errors import CancelledRequestError, PromptTooLongError
+from packhorse.core.errors import CancelledRequestError, ComputeError, PromptTooLongError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams
+from packhorse.engine.schedule import Step
 
 PAGE, NUM_PAGES, WINDOW = 64, 9, 400
 # Prompts are beginnings of three streams, two of which share their first 100 tokens.
@@ -83,6 +85,36 @@ class EngineMachine(RuleBasedStateMachine):
         assert event.finish is FinishReason.CANCELLED and isinstance(event.error, CancelledRequestError)
         self.note(event)
 
+    @rule(which=st.integers(0, 5), lasting=st.booleans())
+    def fault(self, which: int, lasting: bool) -> None:
+        """Steps with one request fail after the layers have written what they write: once, or each time.
+
+        It alone ends, unless the step that failed once had others: then nobody does."""
+        live = sorted(self.asked.keys() - self.ended.keys())
+        if not live:
+            return
+        victim = live[which % len(live)]
+        run, failed = self.engine.runner.run, []
+
+        def failing(step: Step, views: list) -> torch.Tensor:
+            logits = run(step, views)
+            names = [work.sequence.id for work in step.spans]
+            if victim in names and (lasting or not failed):
+                failed.append(names)
+                raise MemoryError
+            return logits
+
+        self.engine.runner.run = failing
+        while victim not in self.ended and (lasting or not failed):
+            try:
+                events = self.engine.step()
+            except MemoryError:
+                events = self.engine.recover(ComputeError("It failed."))
+                assert [e.request_id for e in events] == ([victim] if failed[-1] == [victim] else [])
+            for event in events:
+                self.note(event)
+        self.engine.runner.run = run
+
     def note(self, event: Event) -> None:
         name = event.request_id
         assert name not in self.ended, "a reply after the last"
@@ -109,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.asked.keys() == self.ended.keys(), "a request without a reply"
         for name, (stream, length, max_tokens) in self.asked.items():
             want = alone(self.family, stream, length)[:max_tokens]
-            if self.ended[name].finish is FinishReason.CANCELLED:
+            if self.ended[name].finish in (FinishReason.CANCELLED, FinishReason.ERROR):
                 want = want[: len(self.answers[name])]
             else:
                 assert self.ended[name].finish is FinishReason.LENGTH

@@ -53,8 +53,12 @@ HEAD = (
 )
 
 
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
 def body(**fields) -> dict:
-    return {"model": "tiny", "messages": [{"role": "user", "content": "[[ok]]"}]} | fields
+    return {"model": "tiny", "messages": [user("[[ok]]")]} | fields
 
 
 BAD = [
@@ -325,37 +329,45 @@ def test_five_hundred_connections(live):
     assert live.chat("[[ok]]").status_code == 200
 
 
-def test_a_failed_step_fails_its_requests_and_no_more(live, monkeypatch):
-    """The requests of the step get 500 with an id, one that waits is answered, health says what happened."""
+def test_a_step_that_fails_ends_the_request_at_fault_alone(live, monkeypatch):
+    """It gets 500 with an id as often as it is sent, others that run and wait are answered, and health says
+    what happened."""
     monkeypatch.setattr(live.service, "config", replace(live.service.config, keep_alive=10.0))
     live.runner.pace = 0.05
-    calls = 0
+    together = []
 
     def fail(step):
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise RuntimeError("CUDA error: an illegal memory access")
+        for work in step.spans:
+            text = servers.TOKENIZER.decode(list(work.sequence.request.token_ids))
+            if "doomed" in text and len(work.sequence.generated) == 3:
+                together.append(len(step.spans))
+                raise RuntimeError("CUDA error: out of memory")
 
     live.runner.fail = fail
+    answer = "fine. " * 4
     with ThreadPoolExecutor(3) as pool:
-        doomed = [pool.submit(live.chat, "x", max_tokens=300, stream=i == 1) for i in range(2)]
+        running = pool.submit(live.stream, "/v1/chat/completions", {**body(messages=[user(f"[[{answer}]]")])})
+        live.wait(lambda: snapshot(live).running == 1)
+        doomed = pool.submit(live.chat, "doomed", max_tokens=300)
         live.wait(lambda: snapshot(live).running == 2)
-        waiting = pool.submit(live.chat, "[[fine]]")
-        answers = [job.result() for job in doomed]
-    whole, streamed = answers
-    assert whole.status_code == 500 and error_of(whole)["code"] == "step_failed"
-    assert "illegal memory access" in error_of(whole)["message"]
-    if streamed.status_code == 200:
-        assert '"code": "step_failed"' in streamed.text and streamed.text.endswith("data: [DONE]\n\n")
-    assert waiting.result().json()["choices"][0]["message"]["content"] == "fine"
+        waiting = pool.submit(live.chat, "[[so is this]]")
+        failed = doomed.result()
+    assert failed.status_code == 500 and error_of(failed)["code"] == "step_failed"
+    assert "out of memory" in error_of(failed)["message"]
+    events = running.result()
+    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events[:-1]) == answer
+    assert waiting.result().json()["choices"][0]["message"]["content"] == "so is this"
+    assert together == [2, 1], "the step of both failed, then that of the one alone"
+    live.runner.pace = 0.0
+    assert [live.chat("doomed", max_tokens=9).status_code for _ in range(4)] == [500] * 4
+    assert live.chat("[[well]]").json()["choices"][0]["message"]["content"] == "well"
     health = live.get("/health")
     assert health.status_code == 200 and health.json()["status"] == "degraded"
-    assert "illegal memory access" in health.json()["reason"]
+    assert "6 steps failed and ended 5 requests" in health.json()["reason"]
     live.wait_idle()
     metrics = live.get("/metrics").text
     assert 'packhorse_errors_total{code="step_failed"}' in metrics
-    assert "packhorse_failed_steps_total 1.0" in metrics
+    assert "packhorse_failed_steps_total 6.0" in metrics
 
 
 def test_an_answer_that_fails_late_is_cut_off(live):
@@ -470,14 +482,13 @@ def test_a_model_that_cannot_be_loaded():
 
 
 def test_an_engine_that_only_fails_is_given_up():
-    """Three failed steps in a row: failed, all calls answered, and nothing more is taken."""
+    """Not even a prompt of one token can be computed: failed, all calls answered, and nothing more is taken."""
     with servers.scripted(engine=ENGINE) as server:
         server.runner.fail = lambda step: 1 / 0
-        codes = [server.chat("x").status_code for _ in range(3)]
-        assert codes == [500, 500, 503]
+        assert server.chat("x", n=3).status_code == 503
         server.wait(lambda: server.service.worker.health.status == "failed")
         assert server.get("/health").status_code == 503
-        assert "3 steps failed" in server.get("/health").json()["reason"]
+        assert "so does a prompt of one token" in server.get("/health").json()["reason"]
         assert server.chat("x").status_code == 503
         assert server.service.worker.live == 0
 

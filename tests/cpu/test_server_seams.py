@@ -8,7 +8,7 @@ import torch
 import engines
 import oracle
 from packhorse.core.errors import ComputeError, InvalidRequestError, PackhorseError
-from packhorse.core.types import FinishReason, Request, SamplingParams
+from packhorse.core.types import Event, FinishReason, Request, SamplingParams
 from packhorse.facts.model import MoeFacts
 from packhorse.kernels import dispatch
 from packhorse.kernels.experts.ref import expert_mix, route
@@ -112,25 +112,68 @@ def test_prompt_logprobs_are_those_of_one_pass(family, exact):
     assert engines.ask(engine, ids)[1].usage.cached_len > 0
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_others(monkeypatch):
-    engine = engines.make_engine(engines.tiny_model("qwen3_5", False), sequences=2)
-    ids = tuple(oracle.random_ids(100))
-    expected, _ = engines.ask(engine, oracle.random_ids(50, seed=2), max_tokens=4)
-    for name in ("a", "b"):
-        engine.add(Request(name, ids, SamplingParams(max_tokens=30)))
-    engine.add(Request("waits", tuple(oracle.random_ids(50, seed=2)), SamplingParams(max_tokens=4)))
-    engine.step()
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("at", [0, 20])
+def test_a_step_that_fails_ends_the_request_at_fault_alone(family, exact, at):
+    """Steps with one request fail at its token `at`, with pages and states written: another that decodes, one
+    that reads with log-probabilities, and one that waits get what they get without it."""
+    model = engines.tiny_model(family, exact)
+    bad, *prompts = (tuple(oracle.random_ids(length, seed=length)) for length in (30, 60, 200, 50))
+    fine = [
+        Request("decodes", prompts[0], SamplingParams(max_tokens=30)),
+        Request("reads", prompts[1], SamplingParams(max_tokens=3), prompt_logprobs=1),
+        Request("waits", prompts[2], SamplingParams(max_tokens=3)),
+    ]
+    expected = {}
+    for request in fine:
+        engine = engines.make_engine(model, chunk_len=64)
+        engine.add(request)
+        expected |= engines.run_all(engine)
+    engine = engines.make_engine(model, chunk_len=64, sequences=3)
     run = engine.runner.run
-    monkeypatch.setattr(engine.runner, "run", lambda *a: (run(*a), 1 / 0))
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    events = engine.abandon(ComputeError("The step failed."))
-    assert sorted(e.request_id for e in events) == ["a", "b"]
-    assert all(e.finish is FinishReason.ERROR and isinstance(e.error, ComputeError) for e in events)
+    failed: list[list[str]] = []
+
+    def failing(step, views):
+        logits = run(step, views)
+        if any(w.sequence.id == "bad" and len(w.sequence.generated) == at for w in step.spans):
+            failed.append([w.sequence.id for w in step.spans])
+            raise MemoryError
+        return logits
+
+    engine.runner.run = failing
+    events: dict[str, list[Event]] = {name: [] for name in ("bad", *expected)}
+    later = [Request("bad", bad, SamplingParams(max_tokens=30)), *fine[1:]]
+    engine.add(fine[0])
+    while engine.has_work:
+        try:
+            new = engine.step()
+        except MemoryError:
+            new = engine.recover(ComputeError("The step failed."))
+        for event in new:
+            events[event.request_id].append(event)
+        if len(later) == 3 and events["decodes"][-1].token_ids:
+            engine.add(later.pop(0))
+        while len(later) in (1, 2) and (failed or len(tokens(events["bad"])) == at - 1):
+            engine.add(later.pop(0))
+    assert failed == [["decodes", "bad", "reads"] if at else ["decodes", "bad"], ["bad"]]
+    assert events["bad"][-1].error.reason == "The step failed." and len(tokens(events["bad"])) == at
+    for name, want in expected.items():
+        assert tokens(events[name]) == tokens(want)
+        scored, clean = ([p for e in some for p in e.prompt_logprobs] for some in (events[name], want))
+        assert [p.token_id for p in scored] == [p.token_id for p in clean]
+        near = pytest.approx([p.logprob for p in clean], abs=0 if exact else 1e-4)
+        assert [p.logprob for p in scored] == near
     assert engine.store.stats.pages_used == 0 and engine.store.stats.open_sequences == 0
-    monkeypatch.undo()
-    assert tokens(engines.run_all(engine)["waits"]) == expected
-    assert not engine.has_work
+
+
+def test_an_engine_whose_every_step_fails_cannot_answer_a_probe(monkeypatch):
+    engine = engines.make_engine(engines.tiny_model("qwen3_5", True))
+    engine.probe()
+    monkeypatch.setattr(engine.runner, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.probe()
+    assert engine.store.stats.pages_used == 0 and engine.store.stats.open_sequences == 0
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 31, 32, 100])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
-from packhorse.core.types import Event, FinishReason, Request
+from packhorse.core.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
 from packhorse.engine.sample import Sampled, Sampler, sample
@@ -44,6 +44,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._detokenizer = detokenizer
         self._step: Step | None = None
+        self._drawn = False
         self._samplers: dict[str, Sampler] = {}
         self._outputs: dict[str, Output] = {}
 
@@ -81,27 +82,50 @@ class Engine:
         """Compute the next tokens of whoever is running, and say what came of it.
 
         Every live request gets exactly one event with a `finish` in its life. An error of one request ends
-        that request; an error of the step itself is raised, and then `abandon` must be called before anything
+        that request; an error of the step itself is raised, and then `recover` must be called before anything
         else.
         """
-        self._step = None
+        self._step, self._drawn = None, False
         self._step = step = self.scheduler.schedule()
         logits = self._compute(step)
         tokens = sample(logits, [self._samplers[s.id] for s in step.sampled])
+        self._drawn = True
         self._complete(step)
         return self._report(step, tokens)
 
-    def abandon(self, error: PackhorseError) -> list[Event]:
-        """After `step` raised: end with `error` every request that had a part in that step.
+    def recover(self, error: PackhorseError) -> list[Event]:
+        """After `step` raised: undo that step, and end with `error` whoever is at fault.
 
-        What they hold is free when this returns; requests that wait, or had no part, go on.
+        That is the request which the step computed alone. Of several nobody knows: each goes back to where
+        its state is known and is computed alone by the steps that follow, so that only those end that fail
+        alone. A step that failed after its tokens were drawn ends all its requests.
+
+        What ended requests held is free when this returns; the others go on. Raises `error` where the step
+        did not come to be, for then nothing can go on.
         """
         step = self._step
         if step is None:
-            return []
+            raise error
         events = [self._fail(sequence, why) for sequence, why in step.refused if sequence.id in self._outputs]
-        live = [w.sequence for w in step.spans if self.scheduler.find(w.sequence.id) is w.sequence]
-        return events + [self._fail(sequence, error) for sequence in live]
+        live = [work for work in step.spans if self.scheduler.find(work.sequence.id) is work.sequence]
+        if self._drawn or len(live) == 1:
+            return events + [self._fail(work.sequence, error) for work in live]
+        for work in live:
+            assert isinstance(work.sequence.handle, StoredSequence)
+            self.store.rewind(work.sequence.handle)
+            del work.sequence.prompt_logprobs[work.sequence.position :]
+        self.scheduler.isolate(live)
+        return events
+
+    def probe(self) -> None:
+        """Compute a prompt of one token, while nobody runs: raises what its step raises."""
+        request = Request("probe", (0,), SamplingParams(max_tokens=1))
+        handle = self.store.open(request.token_ids, 2, reuse=False)
+        assert handle is not None
+        try:
+            sample(self._compute(self.scheduler.place(LiveSequence(request, handle))), [Sampler(request)])
+        finally:
+            self.store.close(handle, keep=False)
 
     def cancel(self, request_id: str) -> Event | None:
         """End a request now: its pages are free when this returns. None where it is not live."""
@@ -160,7 +184,9 @@ class Engine:
         self, sequence: LiveSequence, piece: Piece | None = None, error: PackhorseError | None = None
     ) -> Event:
         piece = piece or Piece()
-        scored, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
+        scored: tuple[TokenLogprob, ...] = ()
+        if sequence.generated:
+            scored, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
         return Event(
             request_id=sequence.id,
             usage=sequence.usage,

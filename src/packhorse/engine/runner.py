@@ -88,7 +88,7 @@ class Runner:
 
 def scored_len(work: Work) -> int:
     """Rows of the span, from its first on, whose logits the request wants: those that predict its prompt."""
-    if work.sequence.request.prompt_logprobs is None:
+    if work.sequence.request.prompt_logprobs is None or work.sequence.generated:
         return 0
     return max(0, min(work.end, work.sequence.prompt_len - 1) - work.position)
 

@@ -11,12 +11,14 @@ Rules, in the order that settles arguments:
 3. Where a chunk ends depends on the prompt alone: at the next absolute multiple of `chunk_len`, at the
    handle's next boundary (a snapshot is wanted there), or at the prompt's end, whichever is first.
 4. The head of the queue is admitted when it fits; nobody overtakes it.
+5. After a failed step its sequences are computed alone first: they go on from where their state is known, and
+   may read again a part of their prompt and answer.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -57,8 +59,8 @@ class Sequence:
     """A live request: what was asked, what the store holds for it, what was generated.
 
     Whoever samples appends to `generated`, one token for each of the sequence's rows in
-    `Step.sample_rows`, before the next `schedule`. prompt_logprobs: those the last step made, where they were
-    asked for, until they are reported.
+    `Step.sample_rows`, before the next `schedule`. prompt_logprobs: where they were asked for, those made so
+    far, until the prompt has been read and they are reported.
     """
 
     request: Request
@@ -73,6 +75,11 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def known_len(self) -> int:
+        """Tokens known so far, of prompt and answer; the last one of an answer is not stored yet."""
+        return self.prompt_len + len(self.generated)
 
     @property
     def max_len(self) -> int:
@@ -93,7 +100,8 @@ class Sequence:
     def state(self) -> SequenceState:
         if self.handle is None:
             return SequenceState.WAITING
-        return SequenceState.READING if self.position < self.prompt_len else SequenceState.DECODING
+        decoding = self.generated and self.position == self.known_len - 1
+        return SequenceState.DECODING if decoding else SequenceState.READING
 
     @property
     def usage(self) -> Usage:
@@ -108,9 +116,13 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Work(Span):
-    """A span of a step and the sequence it belongs to."""
+    """A span of a step and the sequence it belongs to.
+
+    samples: the logits of the last row give the sequence's next token.
+    """
 
     sequence: Sequence
+    samples: bool
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -120,11 +132,6 @@ class Work(Span):
     @property
     def last_row(self) -> int:
         return self.row + self.length - 1
-
-    @property
-    def samples(self) -> bool:
-        """Whether the logits of the last row give the sequence's next token."""
-        return self.end >= self.sequence.prompt_len
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._admit = admit
         self._live: dict[str, Sequence] = {}
+        self._alone: list[tuple[Sequence, int]] = []
         # Asking again before somebody has left would hash a long prompt in every step, for the same answer.
         self._head_waits = False
 
@@ -219,21 +227,32 @@ class Scheduler:
         if sequence is None:
             return None
         self._head_waits = False
+        self._alone = [entry for entry in self._alone if entry[0] is not sequence]
         if sequence.handle is None:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
         return sequence
 
+    def isolate(self, works: Iterable[Work]) -> None:
+        """Compute these sequences alone, one after the other, each until it is past the end of its work."""
+        self._alone = [(work.sequence, work.end) for work in works]
+
     def schedule(self) -> Step:
         """Let in whoever fits, and choose the tokens of the next step."""
+        self._alone = [entry for entry in self._alone if entry[0].position < entry[1]]
+        if self._alone:
+            return self.place(self._alone[0][0])
         refused = self._let_in()
+        return self.place(*self._decodes(), *self._chunks(), refused=refused)
+
+    def place(self, *sequences: Sequence, refused: Iterable[tuple[Sequence, PackhorseError]] = ()) -> Step:
+        """A step of the next token or chunk of each of these."""
         spans: list[Work] = []
         num_rows = 0
-        for sequence, length in [*self._decodes(), *self._chunks()]:
-            span = self._place(sequence, length, num_rows)
-            spans.append(span)
-            num_rows = self._bucket_end(span.row + span.length)
+        for sequence in sequences:
+            spans.append(self._place(sequence, num_rows))
+            num_rows = self._bucket_end(spans[-1].row + spans[-1].length)
         return Step(tuple(spans), num_rows, tuple(refused))
 
     def _check(self, sequence: Sequence) -> None:
@@ -292,35 +311,34 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
         return refused
 
-    def _decodes(self) -> list[tuple[Sequence, int]]:
-        decoding = [s for s in self.running if s.state is SequenceState.DECODING]
-        for s in decoding:
-            assert s.position == s.prompt_len + len(s.generated) - 1, f"{s.id} lacks the token it sampled"
-        return [(s, 1) for s in decoding]
+    def _decodes(self) -> list[Sequence]:
+        return [s for s in self.running if s.state is SequenceState.DECODING]
 
-    def _chunks(self) -> list[tuple[Sequence, int]]:
-        """The prompt chunks of this step, oldest sequence first, at most chunk_len tokens in all."""
-        chunks: list[tuple[Sequence, int]] = []
+    def _chunks(self) -> list[Sequence]:
+        """Whose prompt chunks are in this step, oldest sequence first, at most chunk_len tokens in all."""
+        chunks: list[Sequence] = []
         budget = self.chunk_len
         for sequence in self.running:
             if sequence.state is SequenceState.READING:
                 length = self._chunk_end(sequence) - sequence.position
                 if length <= budget:
-                    chunks.append((sequence, length))
+                    chunks.append(sequence)
                     budget -= length
         return chunks
 
     def _chunk_end(self, sequence: Sequence) -> int:
-        end = min(round_up(sequence.position + 1, self.chunk_len), sequence.prompt_len)
+        assert sequence.position < sequence.known_len, f"{sequence.id} lacks the token it sampled"
+        end = min(round_up(sequence.position + 1, self.chunk_len), sequence.known_len)
         boundary = sequence.handle.next_boundary if sequence.handle else None
         return end if boundary is None else min(end, boundary)
 
-    def _place(self, sequence: Sequence, length: int, free_row: int) -> Work:
-        """The span of the sequence's next `length` tokens, in rows from `free_row` on."""
+    def _place(self, sequence: Sequence, free_row: int) -> Work:
+        """The span of the sequence's next token or chunk, in rows from `free_row` on."""
         assert sequence.handle is not None
-        position = sequence.handle.position
+        position, end = sequence.handle.position, self._chunk_end(sequence)
         row = free_row + position % EXACT_ROWS if self.exact else free_row
-        return Work(sequence.handle.slot, row, position, length, sequence)
+        samples = end == sequence.known_len
+        return Work(sequence.handle.slot, row, position, end - position, sequence, samples)
 
     def _bucket_end(self, row: int) -> int:
         return round_up(row, EXACT_ROWS) if self.exact else row

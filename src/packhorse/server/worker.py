@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from packhorse.engine.session import Session
     from packhorse.store.kv import StoreStats
 
-MAX_FAILED_STEPS = 3
-"""Steps that may fail one after the other before the engine is given up."""
 DEGRADED_S = 600.0
 """How long health remembers a failed step."""
 STALLED_S = 120.0
@@ -41,7 +39,7 @@ STALLED_S = 120.0
 
 
 class StepError(PackhorseError):
-    """A step failed, and with it every request that had a part in it."""
+    """The step that computed a request failed."""
 
     kind = "step_failed"
 
@@ -115,6 +113,7 @@ class Worker:
         self.session: Session | None = None
         self.snapshot = Snapshot()
         self.failed_steps = 0
+        self._failed_requests = 0
         self._num_live = 0
         self.durations: deque[float] = deque(maxlen=32)
         self._open_session = open_session
@@ -124,7 +123,6 @@ class Worker:
         self._jobs: dict[str, Job] = {}
         self._started: dict[str, float] = {}
         self._step_began: float | None = None
-        self._failures_in_a_row = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -271,35 +269,40 @@ class Worker:
     def _step(self) -> list[Event]:
         self._step_began = time.monotonic()
         try:
-            events: list[Event] = self._engine.step()
+            return self._engine.step()
         except Exception as error:
             return self._survive(error)
         finally:
             self._step_began = None
-        if self._failures_in_a_row and events:
-            self._failures_in_a_row = 0
-        return events
 
     def _survive(self, error: Exception) -> list[Event]:
-        """A step failed: its requests end with an error, the others go on. Raises where that is hopeless."""
+        """A step failed: whoever is at fault ends with an error, the others go on.
+
+        Raises StoppedError where nobody is left whose next step would show that the engine can go on, and a
+        prompt of one token shows that it cannot.
+        """
         self.failed_steps += 1
-        self._failures_in_a_row += 1
         traceback.print_exception(error, file=sys.stderr)
         reason = f"{type(error).__name__}: {error}"
-        if self._failures_in_a_row >= MAX_FAILED_STEPS:
-            raise StoppedError(
-                f"{self._failures_in_a_row} steps failed one after the other, the last with {reason}",
-                hint="The engine is given up. With --supervise it is started again.",
-            ) from error
         failed = StepError(f"The step that computed this request failed: {reason}")
-        events: list[Event] = self._engine.abandon(failed)
+        events: list[Event] = self._engine.recover(failed)
         done = {event.request_id for event in events}
         # A step that failed while it reported has ended some requests whose events are lost.
         lost = [i for i in self._jobs if i not in done and self._engine.scheduler.find(i) is None]
         events += [_ended(request_id, failed) for request_id in lost]
-        self._health = Health(
-            Status.DEGRADED, f"a step failed, {len(events)} requests with it: {reason}", time.monotonic()
+        self._failed_requests += len(events)
+        why = (
+            f"{self.failed_steps} steps failed and ended {self._failed_requests} requests, the last: {reason}"
         )
+        self._health = Health(Status.DEGRADED, why, time.monotonic())
+        if not self._engine.scheduler.running:
+            try:
+                self._engine.probe()
+            except Exception as again:
+                raise StoppedError(
+                    f"A step failed with {reason}, and so does a prompt of one token.",
+                    hint="The engine is given up. With --supervise it is started again.",
+                ) from again
         return events
 
     def _deliver(self, events: Sequence[Event]) -> None:

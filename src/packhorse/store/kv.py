@@ -277,7 +277,8 @@ class KVStore:
         """What each layer of the model sees during one step, by layer index; valid until `complete`.
 
         Spans of one sequence follow on one another from its `position` and stay within its `max_len`. Layers
-        change recurrent state in place, so a sequence that has it can only be closed after a failed step.
+        change recurrent state in place, so a sequence that has it must be closed or rewound after a failed
+        step.
         """
         step = _Step(spans)
         reached: dict[int, int] = {}
@@ -325,6 +326,21 @@ class KVStore:
             else:
                 for stop in range(sequence.tip.stop + self.page_len, end + 1, self.page_len):
                     self._keep(sequence, stop, marked=False)
+
+    def rewind(self, sequence: StoredSequence) -> None:
+        """After a failed step: go back to the last position whose recurrent state is kept, `position` then.
+
+        Without recurrent state that is where the step began.
+        """
+        sequence.in_step = False
+        if not self.geometry.is_hybrid:
+            return
+        if sequence.rolling is not None and sequence.rolling_position > sequence.tip.stop:
+            copy_state(self._tier, sequence.rolling, self._tier, sequence.slot)
+            sequence.position = sequence.rolling_position
+        else:
+            self._restore(sequence.tip, sequence.slot)
+            sequence.position = sequence.tip.stop
 
     def close(self, sequence: StoredSequence, *, keep: bool = True) -> None:
         """End a sequence: at once, all it held is free or kept for later prompts.
