@@ -16,6 +16,7 @@ from packhorse.facts.model import RopeFacts
 from packhorse.kernels import dispatch
 from packhorse.kernels.attention import ref as attention_ref
 from packhorse.kernels.conv.ref import causal_conv
+from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import ref as delta_ref
 from packhorse.kernels.delta.scan import delta_scan
 from packhorse.kernels.experts.grouped import grouped_mix
@@ -139,6 +140,33 @@ def check_delta_strong_decay(device: str) -> None:
         want, want_state = plain_delta(*inputs, state)
         close(rule(*inputs, state), want, 5e-6)
         close(state, want_state, 5e-6)
+
+
+def check_delta_kernel(case: tuple[int, int, int, int, int], decay: float) -> None:
+    """The card's kernel normalises and repeats key heads itself; rows of q, k and v are strided. Keys repeat, so
+    that the updates of a chunk depend on one another. decay: how strong; 60 wipes the state at each token."""
+    num_tokens, num_k, num_v, dk, dv = case
+    mixed = randn(num_tokens, 2 * num_k * dk + num_v * dv + 7, device="cuda", seed=1)
+    mixed[:, num_k * dk : 2 * num_k * dk] += 2 * randn(num_k * dk, device="cuda", seed=2)
+    g = -decay * F.softplus(randn(num_tokens, num_v, device="cuda", seed=3))
+    beta = randn(num_tokens, num_v, device="cuda", seed=4).sigmoid()
+    state = randn(num_v, dk, dv, device="cuda", seed=5)
+    q, k, v, _ = mixed.double().split([num_k * dk, num_k * dk, num_v * dv, 7], dim=1)
+    heads = [x.view(num_tokens, num_k, dk) for x in (q, k)]
+    q, k = (
+        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(num_v // num_k, dim=1)
+        for x in heads
+    )
+    want_state = state.double()
+    v, rows = v.view(num_tokens, num_v, dv), []
+    for t in range(num_tokens):
+        want_state = want_state * g[t].double().exp()[:, None, None]
+        change = (v[t] - torch.einsum("hkv,hk->hv", want_state, k[t])) * beta[t].double()[:, None]
+        want_state = want_state + k[t][:, :, None] * change[:, None, :]
+        rows.append(torch.einsum("hkv,hk->hv", want_state, q[t]) * dk**-0.5)
+    got = chunk.delta_rule(mixed, g, beta, state, num_k)
+    close(got, torch.stack(rows), 1e-5)
+    close(state, want_state, 1e-5)
 
 
 def check_conv(device: str) -> None:

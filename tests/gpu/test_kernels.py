@@ -30,6 +30,14 @@ def test_delta(case, rule):
     cases.check_delta(case, "cuda", rule)
 
 
+@pytest.mark.parametrize(
+    "case", [(1, 1, 1, 32, 32), (64, 2, 6, 128, 128), (65, 2, 4, 64, 96), (2500, 1, 2, 128, 32)]
+)
+@pytest.mark.parametrize("decay", [1.0, 60.0])
+def test_delta_chunk_kernel(case, decay):
+    cases.check_delta_kernel(case, decay)
+
+
 def test_delta_strong_decay():
     cases.check_delta_strong_decay("cuda")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from packhorse.core.protocols import Segment
 from packhorse.kernels.attention import flash, ref
+from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import ref as delta_ref
 from packhorse.kernels.delta.scan import delta_scan
 from packhorse.kernels.experts import ref as experts_ref
@@ -47,6 +48,11 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     if q.device.type != "cpu" and q.shape[0] > delta_ref.STEPWISE_MAX:
         return delta_scan(q, k, v, g, beta, state)
     return delta_ref.delta_rule(q, k, v, g, beta, state)
+
+
+def has_delta_kernel(x: Tensor, num_tokens: int, state: Tensor) -> bool:
+    """Whether kernels.delta.chunk is for `num_tokens` tokens on x's device, with state [Hv, Dk, Dv]."""
+    return x.device.type != "cpu" and num_tokens > delta_ref.STEPWISE_MAX and chunk.fits(*state.shape[1:])
 
 
 def expert_mix(

@@ -11,6 +11,7 @@ from packhorse.core.types import Span
 from packhorse.facts.model import ModelFacts
 from packhorse.kernels import dispatch
 from packhorse.kernels.conv.ref import causal_conv
+from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta.ref import delta_chunk
 from packhorse.kernels.norm.ref import gated_rms_norm, l2_norm
 
@@ -42,14 +43,28 @@ class DeltaNet:
             for rows, span, state in states:
                 mixed[rows] = self._by_pages(conv[rows], g[rows], beta[rows], state, span)
         else:
-            q, k, v = self._heads(conv)
-            for rows, _, state in states:
-                mixed[rows] = dispatch.delta_rule(
-                    q[rows], k[rows], v[rows], g[rows], beta[rows], state.recurrent
-                )
+            self._by_spans(conv, g, beta, states, mixed)
         z = z.view(x.shape[0], d.num_v_heads, d.v_head_dim)
         out = gated_rms_norm(mixed, z, weights.norm, self.eps, x.dtype)
         return weights.out_proj(out.view(x.shape[0], d.value_dim))
+
+    def _by_spans(
+        self,
+        conv: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        states: list[tuple[slice, Span, DeltaState]],
+        mixed: Tensor,
+    ) -> None:
+        """The rule over each span at once, into mixed [T, Hv, Dv]."""
+        heads: tuple[Tensor, Tensor, Tensor] | None = None
+        for rows, span, state in states:
+            if dispatch.has_delta_kernel(conv, span.length, state.recurrent):
+                num_k = self.delta.num_k_heads
+                mixed[rows] = chunk.delta_rule(conv[rows], g[rows], beta[rows], state.recurrent, num_k)
+                continue
+            q, k, v = heads = self._heads(conv) if heads is None else heads
+            mixed[rows] = dispatch.delta_rule(q[rows], k[rows], v[rows], g[rows], beta[rows], state.recurrent)
 
     def _heads(self, conv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """conv [T, C] fp32 -> q, k [T, Hv, Dk] normalised, key heads repeated to value heads, and v."""
