@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packed_cases import columns_for, random_codes
 from packhorse.core.formats import PACKED, PackedFormat
 from packhorse.core.units import ceil_div
-from packhorse.quant.packed import Codes, PackedTensor, fits, pack, unpack
+from packhorse.quant.packed import Codes, PackedTensor, pack, unpack
 
 NAMES = sorted(PACKED)
 
@@ -172,7 +172,7 @@ def test_sizes_of_the_35b_experts():
 def test_columns_that_cannot_be_padded_are_refused():
     for name, cols in [("q4_k", 320), ("int4z-g128", 100), ("int8m-g64", 33)]:
         form = PACKED[name]
-        assert not fits(form, cols)
+        assert not form.fits(cols)
         scales = torch.ones(4, ceil_div(cols, form.group_len)).half()
         with pytest.raises(ValueError):
             pack(form, Codes(torch.zeros(4, cols, dtype=torch.uint8), scales, scales))

@@ -58,6 +58,7 @@ def command(
     threads: asking.ThreadsOption = None,
     dtype: asking.DtypeOption = EngineConfig.dtype,
     kv: asking.KvOption = EngineConfig.kv,
+    weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
@@ -73,7 +74,14 @@ def command(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     config = EngineConfig(
-        context=context, sequences=1, dtype=dtype, kv=kv, device=device, exact=exact, threads=threads
+        context=context,
+        sequences=1,
+        dtype=dtype,
+        kv=kv,
+        weights=weights,
+        device=device,
+        exact=exact,
+        threads=threads,
     )
     if raw and system is not None:
         raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")
@@ -87,7 +95,15 @@ def command(
 
     documents = asking.read_documents(document or [], say)
     session = asking.open_session(
-        model, config, say, cache=cache, offline=offline, chat_template=chat_template, raw=raw, think=think
+        model,
+        config,
+        say,
+        cache=cache,
+        offline=offline,
+        chat_template=chat_template,
+        raw=raw,
+        think=think,
+        max_tokens=max_tokens,
     )
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
     asking.warn_of_no_draw(given, sampling, say)

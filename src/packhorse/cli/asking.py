@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.common import find_model
+from packhorse.cli.common import find_model, title
 from packhorse.core.config import EngineConfig
 from packhorse.core.types import FinishReason, SamplingParams
+from packhorse.engine.size import check_window
+from packhorse.facts.read import read_model
 from packhorse.text.documents import Document, page_list, read_document
 from packhorse.text.reasoning import Think
 
@@ -71,7 +73,10 @@ ContextOption = Annotated[
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", metavar="N", help="CPU threads. [default: physical cores]")
+    int | None,
+    typer.Option(
+        "--threads", metavar="N", help="CPU threads. [default: OMP_NUM_THREADS, else physical cores]"
+    ),
 ]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="What to compute in: auto, fp32, bf16 or fp16.", show_default=True)
@@ -80,6 +85,14 @@ KvOption = Annotated[
     str,
     typer.Option(
         "--kv", help="How K and V are stored: auto, fp16, bf16, fp8, k5v4 or k4v4.", show_default=True
+    ),
+]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="Weights stored in few bits: auto, packed (as they are) or unpacked.",
+        show_default=True,
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.", show_default=True)]
@@ -145,14 +158,19 @@ def open_session(
     chat_template: Path | None = None,
     raw: bool = False,
     think: Think | None = None,
+    max_tokens: int | None = None,
 ) -> Session:
-    """`Session.open` with progress bars; `say` gets its notes."""
-    path = find_model(model, cache, offline)
+    """`Session.open` with progress bars; `say` gets its notes.
+
+    What the headers rule out, for answers of `max_tokens` too, is refused before torch is imported.
+    """
+    facts = read_model(find_model(model, cache, offline))
+    check_window(facts, config, max_tokens)
     from packhorse.engine.session import Session  # imports torch
 
-    with _count_progress(f"loading {path.name}") as progress:
+    with _count_progress(f"loading {title(model, facts)}") as progress:
         session = Session.open(
-            path, config, chat_template=chat_template, raw=raw, think=think, progress=progress
+            facts, config, chat_template=chat_template, raw=raw, think=think, progress=progress
         )
     for text in session.notes:
         say(text)
@@ -175,6 +193,11 @@ def warn_of_cut(answer: Answer, window: int, say: Callable[[str], None]) -> None
         full = answer.usage.prompt_len + answer.usage.generated_len >= window
         way = f"the window of {window} tokens is full" if full else "a larger --max-tokens lets it end"
         say(f"{cut} after {answer.usage.generated_len} tokens: {way}.")
+
+
+def kept_text(prompt_len: int, cached_len: int, before: str) -> str:
+    """How many of a prompt's tokens were kept from `before`, and how many were read anew."""
+    return f"{cached_len} were kept from {before}, {prompt_len - cached_len} were read."
 
 
 def describe_answer(answer: Answer) -> dict[str, Any]:
@@ -278,5 +301,10 @@ def _bar() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=Console(stderr=True), transient=True)

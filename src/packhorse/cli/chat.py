@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli import asking
-from packhorse.cli.common import CacheOption, JsonOption, ModelArgument, OfflineOption, note, print_json
+from packhorse.cli.common import (
+    CacheOption,
+    JsonOption,
+    ModelArgument,
+    OfflineOption,
+    as_typed,
+    note,
+    print_json,
+)
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import PackhorseError, UsageError
 from packhorse.text.documents import Document, compose
@@ -38,6 +46,7 @@ def command(
     threads: asking.ThreadsOption = None,
     dtype: asking.DtypeOption = EngineConfig.dtype,
     kv: asking.KvOption = EngineConfig.kv,
+    weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
@@ -53,11 +62,25 @@ def command(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     config = EngineConfig(
-        context=context, sequences=1, dtype=dtype, kv=kv, device=device, exact=exact, threads=threads
+        context=context,
+        sequences=1,
+        dtype=dtype,
+        kv=kv,
+        weights=weights,
+        device=device,
+        exact=exact,
+        threads=threads,
     )
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(
-        model, config, note, cache=cache, offline=offline, chat_template=chat_template, think=think
+        model,
+        config,
+        note,
+        cache=cache,
+        offline=offline,
+        chat_template=chat_template,
+        think=think,
+        max_tokens=max_tokens,
     )
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=False)
     asking.warn_of_no_draw(given, sampling, note)
@@ -133,8 +156,12 @@ class Conversation:
         self.messages += [asked, answered]
         self.documents = []
         self.turns.append({"question": question, **asking.describe_answer(answer)})
-        self._held = answer.usage.prompt_len + answer.usage.generated_len
+        usage = answer.usage
+        self._held = usage.prompt_len + usage.generated_len
         asking.warn_of_cut(answer, self.session.window, note)
+        if usage.cached_len:
+            kept = asking.kept_text(usage.prompt_len, usage.cached_len, "before")
+            note(f"Of the prompt's {usage.prompt_len} tokens {kept}")
         note(answer.summary)
 
     def _reset(self, _: str) -> None:
@@ -155,8 +182,9 @@ class Conversation:
         )
         store = self.session.engine.store.stats
         note(
-            f"The conversation holds {self._held} of {self.session.window} tokens. Since the start {read} "
-            f"tokens were read in {len(self.turns)} turns, {reused} of them reused. KV pages: "
+            f"The conversation holds {self._held} of {self.session.window} tokens. Since the start the "
+            f"prompts of {len(self.turns)} turns had {read} tokens: "
+            f"{asking.kept_text(read, reused, 'before')} KV pages: "
             f"{store.pages_cached} kept, {store.pages_free} free."
         )
         for kind, count in self.session.engine.store.kv_misfits.items():
@@ -170,7 +198,7 @@ def run(conversation: Conversation, lines: Iterator[str]) -> None:
             if not conversation.take(line):
                 return
         except PackhorseError as error:
-            note(f"Error: {error}")
+            note(f"Error: {as_typed(str(error), sys.argv)}")
         except KeyboardInterrupt:
             note("Stopped; this turn is forgotten. /quit leaves.")
 

@@ -77,6 +77,14 @@ MaxTokensOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="auto, fp32, bf16 or fp16. [default: auto]", show_default=False)
 ]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        help="Weights stored in few bits: auto, packed (as they are) or unpacked. [default: auto]",
+        show_default=False,
+    ),
+]
 KvOption = Annotated[
     str | None,
     typer.Option("--kv", help="auto, fp16, bf16, fp8, k5v4 or k4v4. [default: auto]", show_default=False),
@@ -106,6 +114,7 @@ def command(
     threads: asking.ThreadsOption = None,
     dtype: DtypeOption = None,
     kv: KvOption = None,
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     exact: ExactOption = None,
     chat_template: asking.ChatTemplateOption = None,
@@ -139,12 +148,9 @@ def command(
         "snapshots": snapshots,
         "max_tokens": max_tokens,
         "threads": threads,
-        "dtype": dtype,
-        "kv": kv,
-        "device": device,
-        "exact": exact,
         "chat_template": None if chat_template is None else chat_template.resolve(),
     }
+    model_options |= {"dtype": dtype, "kv": kv, "weights": weights, "device": device, "exact": exact}
     settings, model_config = load_config(config, model, server_options, model_options)
     from packhorse.server import run
 

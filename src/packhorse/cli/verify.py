@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from packhorse.core.units import format_bytes
 from packhorse.verify.tasks import read_haystack
 
 if TYPE_CHECKING:
+    from packhorse.verify.compare import Feature
     from packhorse.verify.recall import Asker, Grid
 
 
@@ -69,6 +70,15 @@ AgainstOption = Annotated[
     Path | None,
     typer.Option("--against", metavar="FILE", help="Compare in pairs with an earlier report (McNemar)."),
 ]
+CompareOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compare",
+        metavar="FIELD=VALUE",
+        help="Run each sample with this too, and compare token by token: kv=fp8, dtype=bf16, device=cuda, "
+        "exact=false, chunk_len=N, page_len=N, several by commas, or reuse. May be repeated.",
+    ),
+]
 
 
 def command(
@@ -85,11 +95,13 @@ def command(
     report: ReportOption = None,
     html: HtmlOption = None,
     against: AgainstOption = None,
+    compare: CompareOption = None,
     think: asking.ThinkOption = None,
     context: asking.ContextOption = None,
     threads: asking.ThreadsOption = None,
     dtype: asking.DtypeOption = EngineConfig.dtype,
     kv: asking.KvOption = EngineConfig.kv,
+    weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
@@ -98,25 +110,43 @@ def command(
     offline: OfflineOption = False,
 ) -> None:
     """What is wrong with options is said before the model is loaded."""
-    from packhorse.verify.recall import ANSWER_ROOM, Asker  # imports torch
+    from packhorse.verify.compare import Feature, parse_changes  # imports torch
+    from packhorse.verify.recall import ANSWER_ROOM, Asker
 
     grid = make_grid(tasks, lengths, depths, n, languages, density, seed)
     sentences = None if haystack is None else read_haystack(haystack)
-    if what is What.LADDER and (report or html or against):
-        raise UsageError("A ladder has no report file.", hint="Leave out --report, --html and --against.")
+    if what is What.LADDER and (report or html or against or compare):
+        raise UsageError(
+            "A ladder has no report file, and compares nothing.",
+            hint="Leave out --report, --html, --against and --compare.",
+        )
     if context is None and what is What.RECALL:
         context = max(grid.lengths) + ANSWER_ROOM
     config = EngineConfig(
-        context=context, sequences=1, dtype=dtype, kv=kv, device=device, exact=exact, threads=threads
+        context=context,
+        sequences=1,
+        dtype=dtype,
+        kv=kv,
+        weights=weights,
+        device=device,
+        exact=exact,
+        threads=threads,
     )
-    session = asking.open_session(
-        model, config, note, cache=cache, offline=offline, chat_template=chat_template, think=think
-    )
-    asker = Asker(session, think, sentences, density)
+    changes = {name: parse_changes(name) for name in compare or ()}
+    configs = {name: replace(config, **changed) for name, changed in changes.items()}
+
+    def open_asker(config: EngineConfig) -> Asker:
+        session = asking.open_session(
+            model, config, note, cache=cache, offline=offline, chat_template=chat_template, think=think
+        )
+        return Asker(session, think, sentences, density)
+
+    asker = open_asker(config)
     if what is What.LADDER:
         run_ladder(asker, json)
-    else:
-        run_recall(asker, grid, haystack, report, html, against, json)
+        return
+    features = [Feature(name, changes[name], open_asker(configs[name])) for name in configs]
+    run_recall(asker, grid, haystack, report, html, against, features, json)
 
 
 def make_grid(
@@ -145,23 +175,30 @@ def run_recall(
     report_file: Path | None,
     html: Path | None,
     against: Path | None,
+    features: list[Feature],
     as_json: bool,
 ) -> None:
     """Ask the grid, then print the summary and write the files."""
+    from packhorse.verify.compare import ask_pairs
     from packhorse.verify.recall import Report, compare, read_report, run_grid, settings_of
     from packhorse.verify.report import render_html
 
     earlier = None if against is None else read_report(against)["records"]
-    report = Report(report_file, settings_of(asker.session, grid, haystack))
+    names = [feature.name for feature in features]
+    report = Report(report_file, settings_of(asker.session, grid, haystack, names))
+    for feature in features:
+        feature.records = report.features.setdefault(feature.name, feature.records)
     if report.records:
         note(f"{report_file} holds {len(report.records):,} answers; going on from there.")
-    run_grid(asker, grid, report, progress())
+    run_grid(asker, grid, report, progress(), lambda sample: ask_pairs(asker, features, sample))
     document = report.document()
     comparison = None if earlier is None else compare(report.records, earlier)
+    rows = [feature.row(report.records) for feature in features]
     if html is not None:
-        html.write_text(render_html(document, comparison), encoding="utf-8")
+        html.write_text(render_html(document, comparison, rows), encoding="utf-8")
     if as_json:
-        more = {} if comparison is None else {"comparison": asdict(comparison)}
+        more: dict[str, Any] = {} if comparison is None else {"comparison": asdict(comparison)}
+        more |= {"features": rows} if rows else {}
         print_json({k: v for k, v in document.items() if k != "records"} | more)
         return
     print(f"{'task':<18}{'language':<10}{'tokens':>9}{'right':>8}{'of':>6}{'rate':>9}   95 % interval")
@@ -174,6 +211,12 @@ def run_recall(
         print(
             f"against {against}: {comparison.pairs} pairs, {comparison.only_first} right here alone, "
             f"{comparison.only_second} there alone, McNemar p {comparison.p:.3g}"
+        )
+    for row in rows:
+        print(
+            f"{row['feature']}: right {row['right']} of {row['pairs']} and {row['reference_right']} without, McNemar "
+            f"p {row['p']:.3g}; {row['tokens']:,} tokens, {row['same_token']:.2%} the same, KL mean "
+            f"{row['kl_mean']:.2e}, max {row['kl_max']:.2e}; active {row['active']:,}"
         )
 
 

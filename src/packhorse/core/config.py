@@ -12,6 +12,8 @@ from packhorse.core.types import PAGE_LEN
 KV_CHOICES = ("auto", *(name for name in KV_FORMATS if name != "fp32"))
 """What EngineConfig.kv may be. fp32 is what auto means in fp32, and gains nothing elsewhere."""
 
+WEIGHTS = ("auto", "packed", "unpacked")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -28,12 +30,15 @@ class EngineConfig:
     """fp32, bf16, fp16, or auto: fp32 in exact mode; else bf16 where the machine multiplies it natively."""
     kv: str = "auto"
     """How K and V are stored: fp16, bf16, fp8, k5v4, k4v4, or auto: as computed."""
+    weights: str = "auto"
+    """packed: matrices that the files hold in few bits are computed on as they are; unpacked: in the compute type.
+    auto: packed on a card; on a CPU, where products of unpacked weights are faster, only as memory demands."""
     device: str = "cpu"
     """Where the model runs: cpu or cuda[:N]."""
     exact: bool = False
     """Fixed shapes and order of every sum: chunking, batching and reuse change no bit. fp32, slower."""
     threads: int | None = None
-    """CPU threads. None: one for each physical core this process may use."""
+    """CPU threads. None: as many as OMP_NUM_THREADS says, else one for each physical core this process may use."""
     page_len: int = PAGE_LEN
     """Tokens a KV page holds."""
     chunk_len: int = 1024
@@ -67,6 +72,8 @@ class EngineConfig:
             )
         if self.kv not in KV_CHOICES:
             raise UsageError(f"kv {self.kv!r} is not known.", hint=f"Choose {', '.join(KV_CHOICES)}.")
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"weights {self.weights!r} is not known.", hint=f"Choose {', '.join(WEIGHTS)}.")
         if self.exact and self.dtype not in ("auto", "fp32"):
             raise UsageError(
                 f"exact mode computes in fp32, and dtype is {self.dtype}.",

@@ -127,6 +127,14 @@ class PackedFormat:
         """Bytes of a matrix [num_rows, num_cols]."""
         return self.num_row_blocks(num_rows) * self.row_bytes(num_cols)
 
+    def fits(self, num_cols: int) -> bool:
+        """Whether a matrix with K = num_cols can be packed. K-quants fill whole blocks of 256. Padded columns of
+        a format with zeros or minima must not share a group with real ones: there they could not mean 0."""
+        if self.kind in ("k", "q6_k"):
+            return num_cols % self.block_cols == 0
+        whole = num_cols % TILE_COLS == 0 or num_cols % self.group_len == 0
+        return whole or self.kind in ("symmetric", "fp8")
+
 
 def _packed_formats() -> list[PackedFormat]:
     kinds = (("", "symmetric", 1), ("z", "zero", 2), ("m", "min", 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def load_engine(
     """
     hardware = probe()
     check_device(config)
-    set_threads(config, hardware)
+    threads = set_threads(config, hardware)
     dtype, why = choose_dtype(config, hardware)
     sizes = size_engine(facts, config, dtype, available_bytes(config, hardware))
     model = load_model(
@@ -55,6 +56,7 @@ def load_engine(
         dtype=DTYPES[dtype],
         device=config.device,
         exact=config.exact,
+        packed=sizes.packed,
         progress=progress,
     )
     store = KVStore(
@@ -77,8 +79,9 @@ def load_engine(
         detokenizer=detokenizer,
     )
     planned = f"planned {format_bytes(sizes.total_bytes)}: weights {format_bytes(sizes.weight_bytes)}, KV "
-    planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens"
-    return Loaded(engine, sizes, (*facts.notes, why, *sizes.notes, planned))
+    planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens in pages of "
+    planned += f"{config.page_len}"
+    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned))
 
 
 def check_device(config: EngineConfig) -> None:
@@ -96,15 +99,23 @@ def check_device(config: EngineConfig) -> None:
         )
 
 
-def set_threads(config: EngineConfig, hardware: HardwareFacts) -> None:
-    """Set torch's CPU threads for the whole process; asking for more than there are cores is refused."""
-    threads = config.threads or hardware.num_physical_cores
+def set_threads(config: EngineConfig, hardware: HardwareFacts) -> str:
+    """Set torch's CPU threads for the whole process; how many and why, for people.
+
+    `config.threads`, else OMP_NUM_THREADS, cut to the processors there are, else the physical cores. Raises
+    UsageError where config asks for more than there are processors.
+    """
+    threads, why = config.threads or hardware.num_physical_cores, ""
+    wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if config.threads is None and wished.isdecimal() and int(wished):
+        threads, why = min(int(wished), hardware.num_cores), f", OMP_NUM_THREADS is {wished}"
     if threads > hardware.num_cores:
         raise UsageError(
             f"{threads} threads were asked for, and this process may use {hardware.num_cores} processors.",
             hint=f"Give --threads at most {hardware.num_cores}: more of them wait for each other.",
         )
     torch.set_num_threads(threads)
+    return f"{threads} thread{'s' * (threads > 1)}{why}"
 
 
 def choose_dtype(config: EngineConfig, hardware: HardwareFacts) -> tuple[str, str]:

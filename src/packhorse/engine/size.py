@@ -7,14 +7,15 @@ All is decided before a byte of weights is read; what does not fit is refused wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import DoesNotFitError
+from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageError
 from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS
 from packhorse.core.units import MIB, ceil_div, format_bytes
 from packhorse.facts.model import ModelFacts
+from packhorse.facts.packed import packed_matrices
 from packhorse.plan import account
 
 LEFT_ALONE = 512 * MIB
@@ -45,6 +46,7 @@ class Sizes:
     state_bytes: int
     workspace_bytes: int
     segment_len: int | None = None
+    packed: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,16 +60,12 @@ class Sizes:
         return self.weight_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes
 
 
-def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_bytes: int) -> Sizes:
-    """The pools of an engine that may take `available_bytes` of its device's memory.
+def check_window(facts: ModelFacts, config: EngineConfig, max_tokens: int | None = None) -> None:
+    """What the model's window alone rules out, so that it is said before anything is loaded.
 
-    A context or KV pool that was asked for is given or refused; one that was not asked for is cut to what
-    fits, and `notes` says so.
-
-    Raises DoesNotFitError with both numbers, UsageError where the model's heads do not suit the KV codec.
+    Raises DoesNotFitError for a context beyond it, PromptTooLongError where `max_tokens` leave no room for a
+    prompt.
     """
-    kv = dtype if config.kv == "auto" else config.kv
-    check_kv_heads(kv, facts.head_dim)
     window = facts.context
     if config.context is not None and config.context > window:
         raise DoesNotFitError(
@@ -77,19 +75,48 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
             unit="tokens",
             hint="Ask for less, or set YaRN in the model's config.json as its card describes.",
         )
+    context = config.context or window
+    if max_tokens is not None and max_tokens >= context:
+        raise PromptTooLongError(
+            f"max_tokens {max_tokens:,} leave no room for a prompt: the window holds {context:,}.",
+            asked=max_tokens + 1,
+            available=context,
+            unit="tokens",
+            hint=f"Give max_tokens of at most {context - 1:,}"
+            + (f", or raise the context to at most {window:,}." if context < window else "."),
+        )
+
+
+def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_bytes: int) -> Sizes:
+    """The pools of an engine that may take `available_bytes` of its device's memory.
+
+    A context or KV pool that was asked for is given or refused; one that was not asked for is cut to what
+    fits, and `notes` says so.
+
+    Raises DoesNotFitError with both numbers, UsageError where the model's heads do not suit the KV codec, or packed
+    weights were asked for and there are none.
+    """
+    check_window(facts, config)
+    kv = dtype if config.kv == "auto" else config.kv
+    check_kv_heads(kv, facts.head_dim)
     page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, kv, config.page_len)
     fixed = Sizes(
         dtype=dtype,
         kv=kv,
-        context=config.context or window,
+        context=config.context or facts.context,
         num_pages=0,
-        weight_bytes=account.weight_bytes(facts, dtype),
+        weight_bytes=0,
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
         workspace_bytes=_workspace_bytes(facts, config, decodes=kv != dtype),
         segment_len=_segment_len(facts, config),
     )
     room = available_bytes - LEFT_ALONE - fixed.total_bytes
+    pages = ceil_div(config.context or 1, config.page_len) * page_bytes
+    packed, note = _keep_packed(facts, config, dtype, room - pages)
+    weight_bytes = account.weight_bytes(facts, dtype, packed=packed)
+    fixed = replace(fixed, packed=packed, weight_bytes=weight_bytes, notes=note)
+    room -= weight_bytes
     if room < page_bytes:
         raise DoesNotFitError(
             f"{facts.name} in {dtype} needs {format_bytes(fixed.total_bytes + LEFT_ALONE + page_bytes)} "
@@ -100,6 +127,31 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
             hint="Use a smaller model, compute in 16 bits (--dtype), or free memory.",
         )
     return _with_pages(facts, config, fixed, room)
+
+
+def _keep_packed(
+    facts: ModelFacts, config: EngineConfig, dtype: str, room: int
+) -> tuple[bool, tuple[str, ...]]:
+    """Whether packed matrices stay packed, and a word on it. room: bytes that weights may take."""
+    forms: dict[str, int] = {}
+    for matrix in packed_matrices(facts):
+        forms[matrix.form.name] = forms.get(matrix.form.name, 0) + matrix.num_bytes
+    if not forms:
+        if config.weights == "packed":
+            raise UsageError(
+                f"Packed weights were asked for, and {facts.name} holds none that can stay packed.",
+                hint="Leave out --weights, or choose a checkpoint in 4 to 8 bits.",
+            )
+        return False, ()
+    plain = account.weight_bytes(facts, dtype)
+    packed = config.weights == "packed" or (
+        config.weights == "auto" and (config.device != "cpu" or plain > room)
+    )
+    if packed:
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in forms.items())
+        return True, (f"weights stay packed: {listed}",)
+    less = account.weight_bytes(facts, dtype, packed=True)
+    return False, (f"weights are unpacked to {dtype}; packed they would take {format_bytes(less)}",)
 
 
 def _with_pages(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int) -> Sizes:
@@ -124,19 +176,19 @@ def _with_pages(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int
             unit="tokens",
             hint="The pool holds at least one request: raise kv_tokens or lower the context.",
         )
-    notes: tuple[str, ...] = ()
+    notes = fixed.notes
     if config.kv_tokens is not None:
         num_pages = ceil_div(config.kv_tokens, page_len)
     else:
         num_pages = min(fit, config.sequences * one)
     context = min(fixed.context, num_pages * page_len)
     if context < fixed.context:
-        notes = (
+        notes += (
             f"the window is {context:,} of the model's {fixed.context:,} tokens: "
             + (
                 f"{format_bytes(room)} is left for KV"
                 if config.kv_tokens is None
-                else "kv_tokens holds no more"
+                else "the KV pool holds no more"
             ),
         )
     return Sizes(**{**vars(fixed), "num_pages": num_pages, "context": context, "notes": notes})

@@ -63,11 +63,12 @@ def weight_classes(facts: ModelFacts) -> dict[str, int]:
     """Bytes in the files by class, in the order of CLASSES; classes without a tensor are left out."""
     totals = dict.fromkeys(CLASSES, 0)
     for name, tensor in facts.tensors.items():
-        totals[_class_of(name, facts)] += tensor.num_bytes
+        totals[class_of(name, facts)] += tensor.num_bytes
     return {kind: total for kind, total in totals.items() if total}
 
 
-def _class_of(name: str, facts: ModelFacts) -> str:
+def class_of(name: str, facts: ModelFacts) -> str:
+    """The class, one of CLASSES, of the tensor called `name` in the model's files."""
     if facts.container == "gguf":
         if is_mtp_block(name, facts.num_layers):
             return "mtp"
@@ -87,6 +88,18 @@ def expected_params(facts: ModelFacts) -> dict[str, int]:
     for group in param_groups(facts):
         totals[group.kind] += group.num_values
     return {kind: total for kind, total in totals.items() if total}
+
+
+def body_params(facts: ModelFacts) -> int:
+    """Values that one token is multiplied with, without the output head: of the experts those it is sent to."""
+    total = 0
+    for group in param_groups(facts):
+        if group.kind == "experts":
+            assert facts.moe is not None
+            total += group.num_values * facts.moe.top_k // facts.moe.num_experts
+        elif group.kind not in ("embeddings", "lm_head"):
+            total += group.num_values
+    return total
 
 
 def param_groups(facts: ModelFacts) -> Iterator[ParamGroup]:

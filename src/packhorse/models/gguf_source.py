@@ -26,7 +26,7 @@ from packhorse.facts.gguf_model import is_mtp_block
 from packhorse.facts.model import DeltaFacts, ModelFacts, TensorFacts
 from packhorse.models.raw import read_plain, read_raw
 from packhorse.quant.gguf import check_scales, codes, dequantize
-from packhorse.quant.packed import PackedRows, RowCodes, fits
+from packhorse.quant.packed import PackedRows, RowCodes
 
 Undo = Callable[[Iterator[Tensor]], Tensor]
 """Takes the values of an entry's sources one after the other, fp32."""
@@ -296,7 +296,7 @@ def _values(tensor: TensorFacts) -> Tensor:
 
 def _can_pack(tensor: TensorFacts) -> bool:
     name = tensor.format.packed
-    return name is not None and fits(PACKED[name], tensor.shape[-1])
+    return name is not None and PACKED[name].fits(tensor.shape[-1])
 
 
 def _packed_rows(tensor: TensorFacts, num_rows: int, inputs: Tensor | None) -> PackedRows:

@@ -11,6 +11,7 @@ from packhorse.core import cost, formats
 from packhorse.core.units import MIB, ceil_div
 from packhorse.facts.machine import calibration
 from packhorse.facts.model import ModelFacts
+from packhorse.facts.packed import packed_matrices
 from packhorse.facts.recipes import Recipe, class_bytes
 from packhorse.facts.weights import draft_groups, param_groups
 
@@ -54,11 +55,15 @@ def snapshot_bytes(facts: ModelFacts, dtype: str) -> int:
     return facts.num_linear_layers * (conv + state)
 
 
-def weight_bytes(facts: ModelFacts, dtype: str) -> int:
+def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False) -> int:
     """All weights of the text model in the compute type `dtype`; norms, routers, convolutions and decay
-    parameters are fp32 always."""
+    parameters are fp32 always. packed: matrices that the files hold packed stay so."""
     compute, full = formats.COMPUTE_DTYPES[dtype], formats.COMPUTE_DTYPES["fp32"]
-    return sum((full if group.fp32 else compute).num_bytes(group.num_values) for group in param_groups(facts))
+    total = sum(
+        (full if group.fp32 else compute).num_bytes(group.num_values) for group in param_groups(facts)
+    )
+    kept = packed_matrices(facts) if packed else ()
+    return total + sum(matrix.num_bytes - compute.num_bytes(matrix.num_values) for matrix in kept)
 
 
 def recipe_bytes(facts: ModelFacts, recipe: Recipe) -> dict[str, int]:

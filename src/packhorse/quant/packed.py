@@ -90,8 +90,8 @@ class PackedTensor:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: int) -> PackedTensor:
-        """The matrix of one expert, a view."""
+    def __getitem__(self, index: int | slice) -> PackedTensor:
+        """The matrix of one expert, or of some, a view."""
         return PackedTensor(self.format, self.data[index], self.num_rows, self.num_cols)
 
     def rows(self, start: int, stop: int) -> PackedTensor:
@@ -120,19 +120,11 @@ def aligned_bytes(size: int, device: str = "cpu") -> Tensor:
     return buffer[-buffer.data_ptr() % LINE_BYTES :][:size]
 
 
-def fits(form: PackedFormat, num_cols: int) -> bool:
-    """Whether a matrix with K = num_cols can be packed. K-quants fill whole blocks of 256. Padded columns of a
-    format with zeros or minima must not share a group with real ones: there they could not mean 0."""
-    if form.kind in ("k", "q6_k"):
-        return num_cols % form.block_cols == 0
-    return form.kind in ("symmetric", "fp8") or num_cols % TILE_COLS == 0 or num_cols % form.group_len == 0
-
-
 def pack(form: PackedFormat, codes: Codes) -> PackedTensor:
     """Codes in the kernels' layout. Raises ValueError where K does not fit the format; importers check what
     users hand in before this."""
     *lead, num_rows, num_cols = codes.codes.shape
-    if not fits(form, num_cols):
+    if not form.fits(num_cols):
         raise ValueError(f"{num_cols} columns do not fit {form.name}")
     packed = PackedTensor.empty(form, num_rows, num_cols, tuple(lead))
     flat = [None if part is None else part.flatten(0, -2) for part in codes]

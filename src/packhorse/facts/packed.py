@@ -1,0 +1,71 @@
+"""Which matrices of a model's files are packed, and how: what the plan counts and the loader keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packhorse.core.formats import PACKED, TILE_ROWS, PackedFormat
+from packhorse.facts.gguf_model import is_mtp_block
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.weights import class_of
+
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """One matrix, or several equal ones (experts), that stay packed. permuted: its inputs have an order of their
+    own, one index a column."""
+
+    kind: str
+    form: PackedFormat
+    num_rows: int
+    num_cols: int
+    num_matrices: int = 1
+    permuted: bool = False
+
+    @property
+    def num_values(self) -> int:
+        return self.num_matrices * self.num_rows * self.num_cols
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the kernels' layout."""
+        order = _INDEX_BYTES * self.num_cols if self.permuted else 0
+        return self.num_matrices * self.form.num_bytes(self.num_rows, self.num_cols) + order
+
+
+def packed_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:
+    """The text model's matrices that can stay packed.
+
+    Left out is what the loader unpacks: types that no packed format holds, routers, and experts whose gate and
+    up matrices differ in format or do not meet at a row block.
+    """
+    if facts.container == "gguf":
+        yield from _gguf_matrices(facts)
+
+
+def _gguf_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:
+    tiled = facts.family in ("qwen3_5", "qwen3_5_moe")
+    for name, tensor in facts.tensors.items():
+        kind, form = class_of(name, facts), tensor.format.packed
+        if form is None or kind in ("router", "norms", "other") or is_mtp_block(name, facts.num_layers):
+            continue
+        rows = tensor.shape[-2] if len(tensor.shape) > 1 else 1
+        if not PACKED[form].fits(tensor.shape[-1]) or ".ssm_conv1d." in name:
+            continue
+        num = tensor.num_values // (rows * tensor.shape[-1])
+        if kind == "experts" and not _joins(name, rows, facts):
+            continue
+        permuted = tiled and ".ssm_out." in name
+        yield PackedMatrix(kind, PACKED[form], rows, tensor.shape[-1], num, permuted)
+
+
+def _joins(name: str, num_rows: int, facts: ModelFacts) -> bool:
+    """Whether experts can be packed as one matrix each."""
+    for one, other in (("ffn_gate_exps", "ffn_up_exps"), ("ffn_up_exps", "ffn_gate_exps")):
+        partner = facts.tensors.get(name.replace(one, other)) if one in name else None
+        if partner is not None:
+            return partner.format == facts.tensors[name].format and num_rows % TILE_ROWS == 0
+    return True
