@@ -56,16 +56,26 @@ def _gguf_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:
         if not PACKED[form].fits(tensor.shape[-1]) or ".ssm_conv1d." in name:
             continue
         num = tensor.num_values // (rows * tensor.shape[-1])
-        if kind == "experts" and not _joins(name, rows, facts):
+        if not _joins(name, rows, facts):
             continue
         permuted = tiled and ".ssm_out." in name
         yield PackedMatrix(kind, PACKED[form], rows, tensor.shape[-1], num, permuted)
 
 
+_JOINED = (("ffn_gate_exps", "ffn_up_exps"), ("attn_qkv", "attn_gate"))
+"""Tensors that are one matrix here: of experts, and of qwen3_next's delta net."""
+
+
 def _joins(name: str, num_rows: int, facts: ModelFacts) -> bool:
-    """Whether experts can be packed as one matrix each."""
-    for one, other in (("ffn_gate_exps", "ffn_up_exps"), ("ffn_up_exps", "ffn_gate_exps")):
-        partner = facts.tensors.get(name.replace(one, other)) if one in name else None
-        if partner is not None:
-            return partner.format == facts.tensors[name].format and num_rows % TILE_ROWS == 0
+    """Whether a tensor can stay packed beside the one that it is joined with, if there is one."""
+    for pair in _JOINED:
+        for one, other in (pair, pair[::-1]):
+            partner = facts.tensors.get(name.replace(one, other)) if f".{one}." in name else None
+            if partner is None:
+                continue
+            if "exps" in one:
+                return partner.format == facts.tensors[name].format and num_rows % TILE_ROWS == 0
+            packed = partner.format.packed
+            alone = facts.family != "qwen3_next"
+            return alone or (packed is not None and PACKED[packed].fits(partner.shape[-1]))
     return True
