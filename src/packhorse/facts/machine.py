@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,18 +24,16 @@ SYSTEM_BYTES = 2 * GIB
 DISPLAY_BYTES = 768 * MIB
 """What a desktop takes of a card that a display is attached to."""
 _FOLDER = Path(__file__).parent
-_HINT = "docs/plan.md shows what a profile holds."
+_PARTS = {"link": "links", "memory": "memories", "drive": "drives"}
 
 
 @dataclass(frozen=True)
 class Card:
-    """`count` equal cards. vram_bytes: what the driver shows of one; usable_bytes: what one process can have of
-    it. read_rate: bytes a second. flops: dense fp16 products with fp32 sums, a second, of one card."""
+    """`count` equal cards. usable_bytes: what one process can have of one, by the driver's figure. read_rate: bytes
+    a second. flops: dense fp16 products with fp32 sums, a second, of one card."""
 
     name: str
     count: int
-    compute_capability: int
-    vram_bytes: int
     usable_bytes: int
     read_rate: float
     flops: float
@@ -70,11 +69,6 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in (_FOLDER / "profiles").glob("*.json")))
 
 
-def parts(kind: str) -> tuple[str, ...]:
-    """Names that a profile's link, memory or drive may be; kind: links, memories or drives."""
-    return tuple(_data("parts")[kind])
-
-
 @cache
 def _data(name: str) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((_FOLDER / f"{name}.json").read_text())
@@ -86,97 +80,88 @@ def calibration() -> dict[str, Any]:
     return _data("calibration")
 
 
-def read_profile(
-    name: str, *, link: str | None = None, memory: str | None = None, drive: str | None = None
-) -> Machine:
-    """The machine called `name`, or that of a file at that path; link, memory and drive replace its own.
+def read_profile(name: str, parts: Mapping[str, str | None] | None = None) -> Machine:
+    """The machine called `name`, or that of a file at that path. parts: names in facts/parts.json that replace its
+    link, memory or drive.
 
     Raises UsageError for unknown names, CorruptFileError for a file with missing or impossible values.
     """
     file = _FOLDER / "profiles" / f"{name.lower()}.json"
     if name.lower() not in profile_names():
         file = Path(name).expanduser()
-        if not file.is_file():
-            raise UsageError(
-                f"There is no profile and no file {name!r}.",
-                hint=f"Profiles are {', '.join(profile_names())}. {_HINT}",
-            )
-    top = Fields(read_object(file), file)
-    given = (("link", "links", link), ("memory", "memories", memory), ("drive", "drives", drive))
-    rates = {f"{key}_rate": _rate(top, key, kind, own) for key, kind, own in given}
+    if not file.is_file():
+        known = ", ".join(profile_names())
+        raise UsageError(
+            f"There is no profile and no file {name!r}.",
+            hint=f"Profiles are {known}; docs/plan.md has their form.",
+        )
+    return _machine(read_object(file), file, parts or {})
+
+
+def this_machine(folder: Path, parts: Mapping[str, str | None] | None = None) -> Machine:
+    """The machine this runs on without its cards: cores and memory as they are now, free space at `folder`,
+    rates of common parts. A profile that `doctor` saved says more."""
+    return _machine(probed_profile(folder), folder, parts or {})
+
+
+def probed_profile(folder: Path) -> dict[str, Any]:
+    """A profile of this machine, of this moment, in which nothing was measured. folder: where free space counts."""
+    hardware = probe()
+    while not folder.exists():
+        folder = folder.parent
+    return {
+        "name": "this machine",
+        "memory": "ddr4-2ch",
+        "drive": "nvme3",
+        "ram_gib": hardware.ram_available / GIB,
+        "disk_gib": shutil.disk_usage(folder).free / GIB,
+        "cores": hardware.num_physical_cores,
+        "free": True,
+        "native_bf16": hardware.has_native_bf16,
+        "sources": ["cores, memory and free space as they were; rates of common parts where none is given"],
+    }
+
+
+def _machine(values: Mapping[str, Any], file: Path, parts: Mapping[str, str | None]) -> Machine:
+    given = {key: part for key, part in parts.items() if part is not None}
+    top = Fields({**values, **given}, file)
+    card = top.table("card")
     return Machine(
         name=top.text("name") or file.stem,
-        card=_card(top.table("card")),
+        card=None if card is None else _card(card),
+        link_rate=0.0 if card is None else _rate(top, "link"),
+        memory_rate=_rate(top, "memory"),
+        drive_rate=_rate(top, "drive"),
         ram_bytes=int(top.number("ram_gib", low=0.1, high=1e6) * GIB),
-        disk_bytes=int(top.number("disk_gib", low=0.0, high=1e9) * GIB),
+        disk_bytes=int(top.number("disk_gib", high=1e9) * GIB),
         cores=top.integer("cores"),
         measured=top.flag("measured", False),
         free=top.flag("free", False),
         native_bf16=top.flag("native_bf16", False),
         sources=tuple(str(line) for line in top.items("sources") or ()),
-        **rates,
     )
 
 
-def _card(fields: Fields | None) -> Card | None:
-    if fields is None:
-        return None
-    vram = fields.integer("vram_mib") * MIB
+def _card(fields: Fields) -> Card:
     usable = parse_bytes(f"{fields.number('usable_gib', low=0.1, high=1e4):f}GiB")
     reserve = DISPLAY_BYTES if fields.flag("display", False) else 0
     return Card(
         name=fields.text("name") or "a card",
         count=fields.integer("count", 1, high=16),
-        compute_capability=fields.integer("compute_capability", high=999),
-        vram_bytes=vram,
-        usable_bytes=max(0, min(vram, usable) - reserve),
+        usable_bytes=max(0, min(fields.integer("vram_mib") * MIB, usable) - reserve),
         read_rate=1e9 * fields.number("read_gb_s", low=1.0, high=1e6),
         flops=1e12 * fields.number("tflops", low=0.1, high=1e6),
         power_w=fields.number("power_w", 0.0, high=1e5),
     )
 
 
-def _rate(top: Fields, key: str, kind: str, given: str | None) -> float:
-    known = _data("parts")[kind]
-    value = top.get(key) if given is None else given
+def _rate(top: Fields, key: str) -> float:
+    known, value = _data("parts")[_PARTS[key]], top.get(key)
     if isinstance(value, str):
         if value not in known:
             raise UsageError(f"{key} {value!r} is not known.", hint=f"Known are {', '.join(known)}.")
         return 1e9 * float(known[value]["gb_s"])
-    table = top.table(key)
-    if table is None and key == "link" and top.get("card") is None:
-        return 0.0
-    return 1e9 * (table or Fields({}, top.file, f"{key}.")).number("gb_s", low=1e-3, high=1e6)
-
-
-def this_machine(folder: Path) -> Machine:
-    """The machine this runs on without its cards: cores and memory as they are now, free space at `folder`,
-    rates of a common machine.
-
-    A profile that `doctor` saved says more.
-    """
-    hardware = probe()
-    while not folder.exists():
-        folder = folder.parent
-    common = {key: 1e9 * _data("parts")[kind][part]["gb_s"] for key, kind, part in _COMMON}
-    return Machine(
-        name="this machine",
-        card=None,
-        link_rate=0.0,
-        memory_rate=common["memory"],
-        drive_rate=common["drive"],
-        ram_bytes=hardware.ram_available,
-        disk_bytes=shutil.disk_usage(folder).free,
-        cores=hardware.num_physical_cores,
-        free=True,
-        native_bf16=hardware.has_native_bf16,
-        sources=(
-            "cores, memory and free space of this moment; rates of DDR4-3200 in two channels and NVMe 3",
-        ),
-    )
-
-
-_COMMON = (("memory", "memories", "ddr4-2ch"), ("drive", "drives", "nvme3"))
+    return 1e9 * (top.table(key) or Fields({}, top.file)).number("gb_s", low=1e-3, high=1e6)
 
 
 def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int | None) -> Machine:
@@ -186,10 +171,6 @@ def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int 
     if card is not None and vram is not None:
         card = replace(card, usable_bytes=min(card.usable_bytes, vram))
     reserve = SYSTEM_BYTES // 4 if machine.free else max(SYSTEM_BYTES, machine.ram_bytes // 8)
-    room = {"ram": max(0, machine.ram_bytes - reserve), "disk": machine.disk_bytes * 19 // 20}
-    return replace(
-        machine,
-        card=card,
-        ram_bytes=room["ram"] if ram is None else min(room["ram"], ram),
-        disk_bytes=room["disk"] if disk is None else min(room["disk"], disk),
-    )
+    room, space = max(0, machine.ram_bytes - reserve), machine.disk_bytes * 19 // 20
+    ram, disk = room if ram is None else min(room, ram), space if disk is None else min(space, disk)
+    return replace(machine, card=card, ram_bytes=ram, disk_bytes=disk)

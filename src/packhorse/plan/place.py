@@ -20,6 +20,7 @@ from packhorse.core.units import ceil_div
 from packhorse.facts.machine import Machine
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.recipes import Recipe
+from packhorse.facts.weights import body_params
 from packhorse.plan import account
 from packhorse.plan.account import FRAME_BYTES
 
@@ -76,6 +77,16 @@ class Footprint:
     @cached_property
     def draft_bytes(self) -> int:
         return account.draft_bytes(self.facts, self.recipe)
+
+    @cached_property
+    def body_params(self) -> int:
+        """Values that one token is multiplied with, without the output head."""
+        return body_params(self.facts)
+
+    @property
+    def active_params(self) -> int:
+        """The same with the output head."""
+        return self.body_params + self.facts.vocab_size * self.facts.hidden_size
 
     @property
     def head_bytes(self) -> int:
@@ -262,7 +273,8 @@ def _host(footprint: Footprint, machine: Machine, job: Job, wanted: int) -> tupl
     in_host = max(0, min(wanted, room // footprint.unit_bytes))
     items[footprint.mover] = in_host * footprint.unit_bytes
     document = _document(footprint, job)
-    kept = max(0, min(job.sequences * document, room - items[footprint.mover]))
+    rest = room - items[footprint.mover] if in_host == wanted else 0
+    kept = max(0, min(job.sequences * document, rest))
     items["documents"] = kept
     used = {key: size for key, size in items.items() if size}
     return Tier(machine.ram_bytes, used), in_host, kept >= document

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from packhorse.core import cost
 from packhorse.facts.machine import Machine, calibration
 from packhorse.facts.model import ModelFacts
-from packhorse.facts.weights import ParamGroup, param_groups
 from packhorse.plan import account
 from packhorse.plan.place import Footprint, Placement
 
@@ -127,13 +126,13 @@ class _Step:
         states = 2 * sequences * self._footprint.snapshot_bytes
         fixed = self._dense + states + sequences * context * per_token
         rows = sequences * (1 + job.draft)
-        compute = 2 * rows * active_params(self.facts) / self.speed.flops
+        compute = 2 * rows * self._footprint.active_params / self.speed.flops
         kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
         return max(fixed / self.speed.device + self._units_s(rows), compute) + kernels
 
     def prefill_s(self, num_tokens: int) -> float:
         """Reading a prompt: products, attention and delta rule, with what is streamed behind them."""
-        compute = prefill_flops(self.facts, 0, num_tokens) / self.speed.flops
+        compute = prefill_flops(self._footprint, 0, num_tokens) / self.speed.flops
         where = self._placement
         streamed = (where.num_units - where.kept) * self._footprint.unit_bytes
         from_disk = max(0, where.num_units - where.kept - where.in_host) * self._footprint.unit_bytes
@@ -142,7 +141,7 @@ class _Step:
 
     def tail_s(self, context: int) -> float:
         """A follow-up of TAIL_LEN tokens after `context` tokens, to its first token."""
-        compute = prefill_flops(self.facts, context, TAIL_LEN) / self.speed.flops
+        compute = prefill_flops(self._footprint, context, TAIL_LEN) / self.speed.flops
         kv = context * account.kv_token_bytes(self.facts, self._placement.job.kv)
         fixed = (self._dense + kv + 2 * self._footprint.snapshot_bytes) / self.speed.device
         kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
@@ -179,35 +178,17 @@ def dense_bytes(footprint: Footprint) -> int:
     return total + footprint.head_bytes
 
 
-def active_params(facts: ModelFacts) -> int:
-    """Values that one token is multiplied with, the output head included."""
-    return body_params(facts) + facts.vocab_size * facts.hidden_size
-
-
-def body_params(facts: ModelFacts) -> int:
-    """The same without the output head."""
-    return sum(_active(facts, group) for group in param_groups(facts))
-
-
-def _active(facts: ModelFacts, group: ParamGroup) -> int:
-    if group.kind in ("embeddings", "lm_head"):
-        return 0
-    if group.kind == "experts" and facts.moe is not None:
-        return group.num_values * facts.moe.top_k // facts.moe.num_experts
-    return group.num_values
-
-
 def _active_share(facts: ModelFacts) -> float:
     """Part of a draft layer's bytes that one guess reads."""
     return 1.0 if facts.moe is None else 2 * facts.moe.top_k / facts.moe.num_experts
 
 
-def prefill_flops(facts: ModelFacts, start: int, num_tokens: int) -> int:
+def prefill_flops(footprint: Footprint, start: int, num_tokens: int) -> int:
     """Operations of reading tokens start .. start + num_tokens, with the logits of the last one."""
-    total = 2 * num_tokens * body_params(facts) + 2 * facts.vocab_size * facts.hidden_size
+    facts, delta = footprint.facts, footprint.facts.delta
+    total = 2 * num_tokens * footprint.body_params + 2 * facts.vocab_size * facts.hidden_size
     attention = cost.causal_attention_flops(start, num_tokens, facts.num_heads, facts.head_dim)
     total += facts.num_full_layers * attention
-    delta = facts.delta
     if delta is not None:
         rule = cost.delta_rule_flops(num_tokens, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
         total += facts.num_linear_layers * rule

@@ -1,0 +1,220 @@
+"""A plan as a document, as a table with a bar for each tier, and as arithmetic line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from packhorse.core.types import PAGE_LEN
+from packhorse.core.units import format_bytes
+from packhorse.facts.machine import calibration
+from packhorse.plan import account
+from packhorse.plan.place import Tier
+from packhorse.plan.predict import (
+    EXPECTED,
+    HIGH,
+    LOW,
+    Speed,
+    Times,
+    dense_bytes,
+    prefill_flops,
+    touched_share,
+)
+from packhorse.plan.solve import Alternative, Plan
+
+VERSION = 1
+"""Of the document: raised where a field changes its meaning or goes."""
+BAR = 40
+_MARKS = "#=+*%@o-~x&$"
+
+
+def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str, Any]:
+    """The plan as JSON, fields as in docs/plan.md. model: as it was asked for. tariff: money a kilowatt-hour."""
+    where, facts, machine = plan.placement, plan.facts, plan.machine
+    job = where.job
+    moe = facts.moe is not None
+    return {
+        "version": VERSION,
+        "model": {"asked": model, "name": facts.name, "family": facts.family, "window": facts.context},
+        "machine": {"name": machine.name, "card": None if machine.card is None else machine.card.name},
+        "recipe": plan.recipe.name,
+        "sequences": job.sequences,
+        "draft": job.draft,
+        "fits": plan.fits,
+        "executable": plan.executable,
+        "not_executable": list(plan.unbuilt),
+        "shortfall_bytes": dict(where.shortfall),
+        "tiers": {name: _tier(tier) for name, tier in where.tiers.items()},
+        "experts": {"slots": where.on_device if moe else 0, "total": where.num_units if moe else 0},
+        "kv": {"codec": job.kv, "bytes_per_token": account.kv_token_bytes(facts, job.kv)},
+        "context": {"planned": job.context, "comfortable": plan.comfortable, "limit": plan.limit},
+        "sweep_tokens": where.sweep_len,
+        "predict": _predict(plan),
+        "cost": _cost(plan, tariff),
+        "alternatives": [_alternative(offer) for offer in plan.alternatives],
+        "warnings": list(plan.warnings),
+        "calibration": calibration()["date"],
+        "sources": list(machine.sources),
+    }
+
+
+def _tier(tier: Tier) -> dict[str, Any]:
+    return {"cap_bytes": tier.cap_bytes, "total_bytes": tier.total_bytes, "items": dict(tier.items)}
+
+
+def _predict(plan: Plan) -> dict[str, Any]:
+    """Expected figures by name, null where the plan does not fit, and how far they may lie off."""
+    names = Times.__dataclass_fields__
+    if not plan.times:
+        return dict.fromkeys(names) | {"low": None, "high": None, "measured": plan.machine.measured}
+    low, high = plan.times[LOW].rounded(), plan.times[HIGH].rounded()
+    return plan.times[EXPECTED].rounded() | {"low": low, "high": high, "measured": plan.machine.measured}
+
+
+def _cost(plan: Plan, tariff: float | None) -> dict[str, float] | None:
+    """Energy of the cards alone at their power limit, for a million generated tokens at the context's end."""
+    card = plan.machine.card
+    if not plan.times or card is None or not card.power_w:
+        return None
+    hours = 1e6 / plan.times[EXPECTED].decode_tok_s_total / 3600
+    energy = {"watt_hours_per_million_tokens": round(card.power_w * card.count * hours, 1)}
+    if tariff is not None:
+        energy["price_per_million_tokens"] = round(card.power_w * card.count * hours / 1000 * tariff, 4)
+    return energy
+
+
+def _alternative(offer: Alternative) -> dict[str, Any]:
+    return {"change": dict(offer.change), "why": offer.why, "fits": True, "executable": offer.built,
+            "predict": offer.times.rounded()}  # fmt: skip
+
+
+def table(plan: Plan, tariff: float | None = None) -> str:
+    """The plan for people."""
+    return "\n".join(_lines(plan, tariff))
+
+
+def _lines(plan: Plan, tariff: float | None) -> Iterator[str]:
+    where, job = plan.placement, plan.placement.job
+    users = f" x {job.sequences}" if job.sequences > 1 else ""
+    yield f"{plan.facts.name} on {plan.machine.name}: {job.context:,} tokens{users}, {plan.recipe.name}, KV {job.kv}"
+    yield (
+        "fits"
+        if plan.fits
+        else "DOES NOT FIT: "
+        + ", ".join(f"{format_bytes(size)} short in {name}" for name, size in where.shortfall.items())
+    )
+    if plan.unbuilt:
+        yield "modelled, not executable: " + "; ".join(plan.unbuilt)
+    yield ""
+    for name, tier in where.tiers.items():
+        if tier.cap_bytes or tier.items:
+            yield from _tier_lines(name, tier)
+    if plan.facts.moe is not None and where.num_units:
+        share = where.on_device / where.num_units
+        yield f"experts on the card   {where.on_device:,} of {where.num_units:,} ({share:.0%})"
+    yield f"context               {plan.comfortable:,} at nearly full speed, {plan.limit:,} at most"
+    yield ""
+    yield from _time_lines(plan)
+    cost = _cost(plan, tariff)
+    if cost is not None:
+        yield (
+            "  ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in cost.items())
+            + " (cards alone)"
+        )
+    for offer in plan.alternatives:
+        yield _offer_line(offer)
+    yield from (f"! {text}" for text in plan.warnings)
+
+
+def _tier_lines(name: str, tier: Tier) -> Iterator[str]:
+    """A bar of the tier, filled by its largest users, and what its marks stand for."""
+    cap = max(tier.cap_bytes, tier.total_bytes, 1)
+    items = sorted(tier.items.items(), key=lambda item: -item[1])
+    bar, done = "", 0
+    for mark, (_, size) in zip(_MARKS, items, strict=False):
+        done += size
+        bar += mark * (round(BAR * done / cap) - len(bar))
+    yield f"{name:8}[{bar[:BAR]:<{BAR}}] {format_bytes(tier.total_bytes)} of {format_bytes(tier.cap_bytes)}"
+    for index, (item, size) in enumerate(items):
+        mark = _MARKS[index] if index < len(_MARKS) else " "
+        yield f"        {mark} {item.replace('_', ' '):20} {format_bytes(size):>11}"
+
+
+_LABELS = {
+    "cold_first_token_s": ("first token, cold", "s"),
+    "warm_ram_first_token_s": ("first token, KV in RAM", "s"),
+    "warm_disk_first_token_s": ("first token, KV on disk", "s"),
+    "tail_64_s": ("64-token follow-up", "s"),
+    "decode_tok_s_start": ("decode, start", "tok/s"),
+    "decode_tok_s_end": ("decode, end of context", "tok/s"),
+    "decode_tok_s_total": ("decode, all together", "tok/s"),
+    "queue_wait_s": ("wait behind the others", "s"),
+    "load_s": ("loading", "s"),
+}
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    if not plan.times:
+        return
+    low, expected, high = (times.rounded() for times in plan.times)
+    for name, (label, unit) in _LABELS.items():
+        if expected[name] is None or (
+            plan.placement.job.sequences == 1 and name in ("decode_tok_s_total", "queue_wait_s")
+        ):
+            continue
+        if plan.machine.measured:
+            yield f"{label:24}{expected[name]:>10g} {unit}"
+        else:
+            least, most = sorted((low[name] or 0.0, high[name] or 0.0))
+            yield f"{label:24}{least:>10g} to {most:g} {unit} (never measured)"
+
+
+def _offer_line(offer: Alternative) -> str:
+    change = " ".join(
+        f"--{key} {format_bytes(value).replace(' ', '') if key == 'ram' else value}"
+        for key, value in offer.change.items()
+    ).replace("--model ", "")
+    speed, cold = offer.times.decode_tok_s_end, offer.times.cold_first_token_s
+    built = "" if offer.built else ", modelled"
+    return f"fits instead: {change} ({offer.why}): {speed:.3g} tok/s, first token {cold:.3g} s cold{built}"
+
+
+def explain(plan: Plan) -> str:
+    """The arithmetic behind the expected figures, a line for each step."""
+    return "\n".join(_arithmetic(plan))
+
+
+def _arithmetic(plan: Plan) -> Iterator[str]:
+    where, facts, footprint = plan.placement, plan.facts, plan.footprint
+    job, speed = where.job, Speed.of(plan.machine, EXPECTED)
+    per_token = account.kv_token_bytes(facts, job.kv)
+    heads = f"{facts.num_full_layers} layers x 2 x {facts.num_kv_heads} heads x {facts.head_dim}"
+    yield f"KV: {heads} values in {job.kv} = {per_token:,} B a token"
+    pages = account.kv_bytes(facts, job.kv, job.context, PAGE_LEN)
+    yield f"    x {job.context:,} tokens in pages of {PAGE_LEN} = {pages:,} B a sequence"
+    yield f"state: {footprint.snapshot_bytes:,} B a sequence, and as much a snapshot"
+    for kind, size in footprint.classes.items():
+        yield f"weights, {kind}: {size:,} B"
+    yield f"a token reads {dense_bytes(footprint):,} B of weights that do not move, {2 * footprint.snapshot_bytes:,} B"
+    yield f"    of state and, at the end, {job.context * per_token:,} B of KV, at {speed.device / 1e9:.4g} GB/s"
+    if where.num_units:
+        touched = touched_share(facts, 1) * where.num_units
+        inside = where.on_device / where.num_units
+        unit = footprint.unit_bytes
+        missed = touched * (1 - inside) * unit
+        yield f"    it touches {touched:.4g} of {where.num_units:,} units ({footprint.mover}) of {unit:,} B;"
+        yield f"    {inside:.1%} of these are on the card; {missed:,.0f} B come at {speed.missing / 1e9:.4g} GB/s,"
+        yield f"    which takes {missed / speed.missing * 1e3:.3g} ms"
+    flops = prefill_flops(footprint, 0, job.context)
+    seconds = flops / speed.flops
+    yield f"a cold prompt takes {flops:,} operations at {speed.flops / 1e12:.4g} TFLOP/s: {seconds:.4g} s"
+    left = (where.num_units - where.kept) * footprint.unit_bytes
+    if left:
+        once = left / speed.link
+        yield f"    {where.num_sweeps} sweeps of {where.sweep_len:,} tokens stream {left:,} B each:"
+        yield f"    {once:.3g} s a sweep, behind that"
+    kept = job.context * per_token + footprint.snapshot_bytes
+    yield f"KV and state of the whole context: {kept:,} B, from RAM at {speed.link / 1e9:.4g} GB/s and from disk at"
+    yield f"    {speed.drive / 1e9:.4g} GB/s"
+    shares = [f"{name} {entry['values'][EXPECTED]}" for name, entry in calibration()["fractions"].items()]
+    yield f"parts of listed rates, as of {calibration()['date']}: {', '.join(shares)}"

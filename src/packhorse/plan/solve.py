@@ -1,0 +1,284 @@
+"""Facts and wishes -> a plan: what fits, how fast it will be, and what would fit instead where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from packhorse.core import formats
+from packhorse.core.errors import UsageError
+from packhorse.core.types import PAGE_LEN
+from packhorse.core.units import GIB, format_bytes
+from packhorse.facts.known import known_model
+from packhorse.facts.machine import Machine, with_caps
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.recipes import Recipe, recipe
+from packhorse.facts.weights import body_params
+from packhorse.plan.place import Footprint, Job, Placement, place
+from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
+
+PREFERENCES = {"speed": ("fp8", "int4"), "context": ("k4v4", "int4"), "quality": ("fp16", "balanced")}
+"""KV codec and recipe of what is not asked for, on a card."""
+COMFORT = 0.8
+"""A context is comfortable while its end decodes at this part of the speed at SHORT tokens."""
+SHORT = 8192
+MAX_STRETCH = 4
+"""How many times its own window YaRN may stretch a model."""
+CRAWL = 10.0
+"""Tokens a second below which another model is worth a word."""
+RAM_STEPS = tuple(size * GIB for size in (16, 24, 32, 48, 64, 96, 128, 192, 256))
+CODECS = ("fp16", "fp8", "k5v4", "k4v4")
+RECIPES = ("int8", "balanced", "int5", "int4", "3bit", "2.5bit")
+"""From the largest to the smallest; `Xbit` is modelled only."""
+OTHER_MODELS = ("qwen3.6-35b-a3b", "qwen3.5-9b", "qwen3.5-4b")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a person asks for; None leaves it to the plan. Caps are bytes of the process, hard. vram: of each card.
+
+    Raises UsageError for values that mean nothing.
+    """
+
+    context: int | None = None
+    sequences: int = 1
+    kv: str | None = None
+    recipe: str | None = None
+    vram: int | None = None
+    ram: int | None = None
+    disk: int | None = None
+    draft: int = 0
+    prefer: str = "speed"
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("context", 1),
+            ("sequences", 1),
+            ("draft", 0),
+            ("vram", 1),
+            ("ram", 1),
+            ("disk", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least {low}.")
+        if self.kv is not None and self.kv not in formats.KV_FORMATS:
+            raise UsageError(
+                f"The KV codec {self.kv!r} is not known.", hint=f"Choose {', '.join(formats.KV_FORMATS)}."
+            )
+        if self.prefer not in PREFERENCES:
+            raise UsageError(f"prefer is {self.prefer!r}.", hint=f"Choose one of {', '.join(PREFERENCES)}.")
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another wish that fits. change: what to ask instead, by option; built: whether the engine runs it."""
+
+    change: Mapping[str, Any]
+    why: str
+    times: Times
+    built: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """comfortable, limit: tokens of context at nearly full speed, and at most. times: in the order low, expected,
+    high; empty where it does not fit. unbuilt: what of it the engine cannot run yet."""
+
+    facts: ModelFacts
+    machine: Machine
+    recipe: Recipe
+    placement: Placement
+    comfortable: int
+    limit: int
+    times: tuple[Times, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    unbuilt: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    footprint: Footprint = field(repr=False, kw_only=True)
+
+    @property
+    def fits(self) -> bool:
+        return self.placement.fits
+
+    @property
+    def executable(self) -> bool:
+        """Whether the engine can run it as planned, today."""
+        return self.fits and not self.unbuilt
+
+
+def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
+    """The plan of a model on a machine. Where the wishes do not fit the plan says so and what would.
+
+    Raises UsageError for recipes that are not known, and for contexts that no stretching reaches.
+    """
+    most = facts.context * (MAX_STRETCH if facts.rope.kind == "default" else 1)
+    if wishes.context is not None and wishes.context > most:
+        raise UsageError(
+            f"A context of {wishes.context:,} tokens was asked for; {facts.name} reaches {facts.context:,}, and "
+            f"{most:,} where it is stretched.",
+            hint="Ask for less.",
+        )
+    capped = with_caps(machine, vram=wishes.vram, ram=wishes.ram, disk=wishes.disk)
+    kv, name = _defaults(machine, wishes)
+    footprint = Footprint(facts, recipe(name), machine.num_cards)
+    job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft)
+    limit = longest(footprint, capped, job, max(facts.context, job.context))
+    comfortable = _comfortable(footprint, capped, job, limit)
+    if wishes.context is None and limit:
+        job = replace(job, context=comfortable if wishes.prefer == "speed" else limit)
+    placement = place(footprint, capped, job)
+    times: tuple[Times, ...] = ()
+    if placement.fits:
+        times = tuple(predict(footprint, capped, placement, band) for band in (LOW, EXPECTED, HIGH))
+    plan = Plan(
+        facts, capped, footprint.recipe, placement, comfortable, limit, times,
+        unbuilt=_unbuilt(footprint, placement), footprint=footprint,
+    )  # fmt: skip
+    crawls = not times or times[EXPECTED].decode_tok_s_end < CRAWL
+    offers = tuple(_offers(plan, machine, wishes)) if crawls else ()
+    return replace(plan, alternatives=offers, warnings=tuple(_warnings(plan, machine, wishes)))
+
+
+def _defaults(machine: Machine, wishes: Wishes) -> tuple[str, str]:
+    """KV codec and recipe."""
+    kv, name = PREFERENCES[wishes.prefer]
+    if machine.card is None:
+        name = wishes.recipe or ("bf16" if machine.native_bf16 else "fp32")
+        kv = recipe(name).dtype
+    return wishes.kv or kv, wishes.recipe or name
+
+
+def longest(footprint: Footprint, machine: Machine, job: Job, most: int) -> int:
+    """The longest context up to `most` that fits, a multiple of a page or `most` itself; 0 where none does."""
+    return _last(lambda tokens: place(footprint, machine, replace(job, context=tokens)).fits, most)
+
+
+def _comfortable(footprint: Footprint, machine: Machine, job: Job, limit: int) -> int:
+    """The longest context that decodes at COMFORT of the speed of a short one."""
+
+    def speed(tokens: int) -> float:
+        placement = place(footprint, machine, replace(job, context=tokens))
+        return predict(footprint, machine, placement).decode_tok_s_end
+
+    if limit <= SHORT:
+        return limit
+    least = COMFORT * speed(SHORT)
+    return max(SHORT, _last(lambda tokens: speed(tokens) >= least, limit))
+
+
+def _last(holds: Any, most: int) -> int:
+    """The largest multiple of a page up to `most`, or `most`, for which `holds`, which stops holding once."""
+    if holds(most):
+        return most
+    low, high = 0, -(-most // PAGE_LEN)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle * PAGE_LEN) else (low, middle)
+    return low * PAGE_LEN
+
+
+def _offers(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[Alternative]:
+    """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest."""
+    job, kv, name = plan.placement.job, plan.placement.job.kv, plan.recipe.name
+    codecs = CODECS[CODECS.index(kv) + 1 :] if kv in CODECS else ()
+    smaller = RECIPES[RECIPES.index(name) + 1 if name in RECIPES else 0 :] if machine.card is not None else ()
+    tries: dict[str, list[dict[str, Any]]] = {
+        "a shorter context": [{"context": plan.limit}] if 0 < plan.limit < job.context else [],
+        "a lower KV codec": [{"kv": codec} for codec in codecs],
+        "a smaller recipe": [{"recipe": other} for other in smaller],
+        "a smaller recipe and a lower KV codec": [
+            {"recipe": other, "kv": codecs[-1]} for other in smaller if codecs
+        ],
+        "all that the card has": [{"vram": "auto"}] if wishes.vram is not None else [],
+        "one request at a time": [{"sequences": 1}] if job.sequences > 1 else [],
+        "more host memory": [{"ram": size} for size in RAM_STEPS if size > plan.machine.ram_bytes],
+        "another model": [{"model": other} for other in OTHER_MODELS],
+    }
+    least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
+    for why, changes in tries.items():
+        found = [
+            offer for change in changes if (offer := _offer(plan, machine, wishes, change, why)) is not None
+        ]
+        found = [offer for offer in found if offer.times.decode_tok_s_end >= least]
+        walks = [offer for offer in found if offer.times.decode_tok_s_end >= CRAWL]
+        if found:
+            yield walks[0] if walks else max(found, key=lambda offer: offer.times.decode_tok_s_end)
+
+
+def _offer(
+    plan: Plan, machine: Machine, wishes: Wishes, change: Mapping[str, Any], why: str
+) -> Alternative | None:
+    """One change of the wishes, if it fits."""
+    facts, job = plan.facts, plan.placement.job
+    if "model" in change:
+        facts = known_model(change["model"])
+        if body_params(facts) >= plan.footprint.body_params or job.context > facts.context:
+            return None
+    ram = change.get("ram", wishes.ram)
+    if "ram" in change and ram > machine.ram_bytes:
+        machine, ram = replace(machine, ram_bytes=ram), None
+    vram = None if "vram" in change else wishes.vram
+    capped = with_caps(machine, vram=vram, ram=ram, disk=wishes.disk)
+    footprint = Footprint(facts, recipe(change.get("recipe", plan.recipe.name)), machine.num_cards)
+    job = replace(job, **{key: change[key] for key in ("context", "kv", "sequences") if key in change})
+    placement = place(footprint, capped, job)
+    if not placement.fits:
+        return None
+    return Alternative(change, why, predict(footprint, capped, placement), not _unbuilt(footprint, placement))
+
+
+def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
+    """What the engine cannot run yet, by name."""
+    job, facts = placement.job, footprint.facts
+    found = []
+    if footprint.num_cards:
+        found.append("placing by plan on a card: the engine holds everything there, unpacked")
+    if footprint.num_cards > 1:
+        found.append(f"{footprint.num_cards} cards")
+    if footprint.recipe.is_packed:
+        found.append(f"the recipe {footprint.recipe.name}")
+    if job.kv != footprint.recipe.dtype:
+        found.append(f"the KV codec {job.kv}")
+    if placement.kept < placement.num_units:
+        found.append(f"{footprint.mover} outside the card")
+    if job.draft:
+        found.append("draft heads")
+    if job.context > facts.context:
+        found.append(
+            f"a context beyond the model's window of {facts.context:,} (set YaRN in its config.json)"
+        )
+    return tuple(found)
+
+
+def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
+    where, facts, job = plan.placement, plan.facts, plan.placement.job
+    if not machine.measured:
+        yield f"Times on {machine.name} were never measured: rates are listed ones, and ranges are printed."
+    if job.context > facts.context:
+        stretch = job.context / facts.context
+        yield f"The context is {stretch:.2g} times the model's window: YaRN reaches it and costs at short range."
+    asked = (
+        ("--vram", wishes.vram, "device0"),
+        ("--ram", wishes.ram, "host"),
+        ("--disk", wishes.disk, "disk"),
+    )
+    for name, wish, tier in asked:
+        cap = where.tiers[tier].cap_bytes
+        if wish is not None and wish > cap > 0:
+            yield f"{name} asks for {format_bytes(wish)}, and a process can have {format_bytes(cap)}."
+    if wishes.context is None:
+        yield f"The context was not asked for: planned for {job.context:,} of {facts.context:,} tokens."
+    if not plan.fits:
+        return
+    if where.on_device + where.in_host < where.num_units:
+        part = 1 - (where.on_device + where.in_host) / where.num_units
+        yield f"Host memory is short: {part:.0%} of the {plan.footprint.mover} are read from disk."
+    if facts.moe is None and where.on_device < where.num_units:
+        part = 1 - where.on_device / where.num_units
+        yield f"{part:.0%} of the MLP rows lie outside the card, and every token needs all of them."
+    if not where.host_document:
+        yield "Host memory has no room for a whole context's KV: nothing is restored from there."
+    if not where.disk_document:
+        yield "The disk has no room for a whole context's KV: nothing is restored from there."

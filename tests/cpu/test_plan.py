@@ -1,0 +1,423 @@
+"""The plan: placement under caps, its order under more memory, alternatives, and the command."""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from packhorse.cli import main as cli
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import CorruptFileError, UsageError
+from packhorse.core.units import GIB, MIB, ceil_div, parse_bytes
+from packhorse.engine.size import size_engine
+from packhorse.facts.known import known_model, known_names
+from packhorse.facts.machine import (
+    DISPLAY_BYTES,
+    SYSTEM_BYTES,
+    calibration,
+    profile_names,
+    read_profile,
+    this_machine,
+    with_caps,
+)
+from packhorse.facts.recipes import recipe
+from packhorse.plan import account
+from packhorse.plan.place import SWEEPS, Footprint, Job, place
+from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
+from packhorse.plan.solve import Wishes, solve
+
+CODECS = ("fp16", "fp8", "k5v4", "k4v4")
+MODELS = ("qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3.5-4b", "qwen3-next-80b-a3b", "qwen3-30b-a3b", "qwen3-32b")
+FOOTPRINTS = {
+    (name, own, cards): Footprint(known_model(name), recipe(own), cards)
+    for name in MODELS
+    for own in ("bf16", "int4", "balanced", "2.5bit")
+    for cards in (0, 1, 2)
+}
+NO_CAPS = {"vram": None, "ram": None, "disk": None}
+
+
+def draw(rng: random.Random):
+    """A machine, a footprint and a job, often too large for it."""
+    machine = read_profile(rng.choice(profile_names()))
+    machine = with_caps(machine, vram=int(rng.uniform(0.5, 100) * GIB) if rng.random() < 0.7 else None, ram=None,
+                        disk=None)  # fmt: skip
+    machine = replace(
+        machine,
+        card=replace(machine.card, count=rng.choice((1, 1, 2))),
+        ram_bytes=int(2 ** rng.uniform(-1, 8) * GIB),
+        disk_bytes=int(2 ** rng.uniform(0, 10) * GIB),
+        link_rate=10 ** rng.uniform(8, 11),
+        memory_rate=10 ** rng.uniform(9, 11.3),
+    )
+    if rng.random() < 0.1:
+        machine = replace(machine, card=None)
+    key = (rng.choice(MODELS), rng.choice(("bf16", "int4", "balanced", "2.5bit")), machine.num_cards)
+    job = Job(
+        context=int(2 ** rng.uniform(4, 20)),
+        sequences=rng.choice((1, 1, 1, 2, 4, 8)),
+        kv=rng.choice(CODECS),
+        draft=rng.choice((0, 0, 0, 3)),
+    )
+    return machine, FOOTPRINTS[key], job
+
+
+def slower(before: Times, after: Times) -> list[str]:
+    """Figures that got worse. Loading is none of them: to fill more memory takes longer."""
+    worse = []
+    for name in (field.name for field in fields(Times) if field.name != "load_s"):
+        old, new = getattr(before, name), getattr(after, name)
+        if old is None:
+            continue
+        higher_is_better = name.startswith("decode")
+        if new is None or (new < old * (1 - 1e-9) if higher_is_better else new > old * (1 + 1e-9)):
+            worse.append(f"{name}: {old} -> {new}")
+    return worse
+
+
+def test_more_memory_is_never_slower():
+    rng, compared = random.Random(1), 0
+    for _ in range(2000):
+        machine, footprint, job = draw(rng)
+        before = place(footprint, machine, job)
+        grown = machine
+        if machine.card is not None and rng.random() < 0.7:
+            more = int(rng.choice((1, 17 * MIB, GIB, 8 * GIB)) * rng.uniform(1, 2))
+            grown = replace(
+                machine, card=replace(machine.card, usable_bytes=machine.card.usable_bytes + more)
+            )
+        if grown is machine or rng.random() < 0.5:
+            grown = replace(grown, ram_bytes=grown.ram_bytes + int(rng.uniform(0, 32) * GIB))
+        if rng.random() < 0.3:
+            grown = replace(grown, disk_bytes=grown.disk_bytes + int(rng.uniform(0, 100) * GIB))
+        after = place(footprint, grown, job)
+        if not before.fits:
+            continue
+        assert after.fits, (machine, grown, job)
+        compared += 1
+        for band in (LOW, EXPECTED, HIGH):
+            worse = slower(predict(footprint, machine, before, band), predict(footprint, grown, after, band))
+            assert not worse, (footprint.facts.name, footprint.recipe.name, machine, grown, job, worse)
+    assert compared > 400
+
+
+def test_a_fitting_plan_stays_under_every_cap():
+    rng, kinds = random.Random(2), set()
+    for _ in range(2500):
+        machine, footprint, job = draw(rng)
+        found = place(footprint, machine, job)
+        over = {name: tier.total_bytes - tier.cap_bytes for name, tier in found.tiers.items()}
+        assert all(size > 0 for tier in found.tiers.values() for size in tier.items.values())
+        if found.fits:
+            assert max(over.values()) <= 0
+            assert 0 <= found.kept <= found.on_device <= found.num_units
+        else:
+            # What is said to be missing is what the table shows, but where all on the card takes less than a sweep.
+            assert all(0 < size <= over[name] for name, size in found.shortfall.items())
+        kinds.add((found.fits, bool(found.num_units), found.on_device == found.num_units))
+    assert len(kinds) >= 5
+
+
+def least_device_bytes(footprint: Footprint, machine, job: Job, index: int) -> int:
+    """The least that a card's part could take, written out anew: all of it resident, or nothing of what moves but
+    two buffers of a layer, with the shortest sweep."""
+    part, facts, dtype = footprint.parts[index], footprint.facts, footprint.recipe.dtype
+    kinds = dict(footprint.part_classes[index])
+    moving = kinds.pop("experts" if facts.moe else "mlp", 0)
+    need = sum(kinds.values()) + 2 * job.sequences * account.snapshot_bytes(part, dtype)
+    need += account.runtime_bytes() + account.graph_bytes(job.sequences)
+    need += job.sequences * account.kv_bytes(part, job.kv, job.context, 64, framed=True)
+    if index == machine.num_cards - 1:
+        need += footprint.classes["embeddings" if facts.tied else "lm_head"]
+        need += 12 * job.sequences * (1 + job.draft) * facts.vocab_size
+        if job.draft:
+            need += footprint.draft_bytes + job.draft * job.sequences * footprint.snapshot_bytes
+            one_layer = account.kv_page_bytes(facts, job.kv, 64)
+            need += job.sequences * ceil_div(job.context, 64) * one_layer
+    rows = 2048
+    scratch = 4 * facts.hidden_size * SWEEPS[0] + account.activation_bytes(part, rows)
+    scratch += account.delta_transient_bytes(part, rows)
+    return need + scratch + min(moving, 2 * moving // part.num_layers)
+
+
+def test_what_is_refused_cannot_fit():
+    rng, refused = random.Random(3), 0
+    for _ in range(2500):
+        machine, footprint, job = draw(rng)
+        found = place(footprint, machine, job)
+        for index in range(machine.num_cards):
+            short = found.shortfall.get(f"device{index}", 0)
+            least = least_device_bytes(footprint, machine, job, index)
+            cap = machine.card.usable_bytes
+            # Frames are whole: what lies between the sum of the parts and the cap may be lost to that.
+            slack = 2 * max(account.FRAME_BYTES, footprint.unit_bytes)
+            if short > slack:
+                assert least > cap, (footprint.facts.name, footprint.recipe.name, machine, job, short, least)
+                refused += 1
+            if least > cap:
+                assert short
+        if machine.card is None and "host" in found.shortfall:
+            facts, dtype = footprint.facts, footprint.recipe.dtype
+            least = sum(footprint.classes.values()) + job.sequences * job.context * account.kv_token_bytes(
+                facts, job.kv
+            )
+            least += (2 * job.sequences + 16) * account.snapshot_bytes(facts, dtype) + account.PROCESS_BYTES
+            least += (
+                account.activation_bytes(facts, 1024 + job.sequences) + 12 * job.sequences * facts.vocab_size
+            )
+            assert least + 64 * job.sequences * account.kv_token_bytes(facts, job.kv) > machine.ram_bytes
+        if "disk" in found.shortfall:
+            assert sum(footprint.classes.values()) + footprint.draft_bytes > machine.disk_bytes
+    assert refused > 300
+
+
+def test_every_alternative_fits_when_it_is_asked_for():
+    rng, offered = random.Random(4), 0
+    for _ in range(90):
+        machine = read_profile(rng.choice(profile_names()))
+        facts = known_model(rng.choice(known_names()))
+        wishes = Wishes(
+            context=int(2 ** rng.uniform(12, 20)) if rng.random() < 0.8 else None,
+            sequences=rng.choice((1, 1, 2)),
+            kv=rng.choice((None, *CODECS)),
+            recipe=rng.choice((None, "int4", "int8", "bf16")),
+            vram=rng.choice((None, None, int(rng.uniform(1, 24) * GIB))),
+            ram=rng.choice((None, None, int(rng.uniform(2, 64) * GIB))),
+        )
+        if wishes.context is not None and wishes.context > 4 * facts.context:
+            continue
+        plan = solve(facts, machine, wishes)
+        assert plan.fits == (plan.placement.job.context <= plan.limit)
+        for offer in plan.alternatives:
+            change = dict(offer.change)
+            asked = known_model(change.pop("model")) if "model" in change else facts
+            vram = None if change.pop("vram", None) == "auto" else wishes.vram
+            larger = machine
+            if change.get("ram", 0) > machine.ram_bytes:
+                larger = replace(machine, ram_bytes=change.pop("ram"))
+                change["ram"] = None
+            full = {
+                "vram": vram,
+                "context": plan.placement.job.context,
+                "kv": plan.placement.job.kv,
+                "recipe": plan.recipe.name,
+            }
+            again = solve(asked, larger, replace(wishes, **(full | change)))
+            assert again.fits, (offer, wishes)
+            assert again.times[EXPECTED] == offer.times, (offer, wishes)
+            offered += 1
+    assert offered > 50
+
+
+def test_bands_are_in_order():
+    rng = random.Random(5)
+    for _ in range(500):
+        machine, footprint, job = draw(rng)
+        found = place(footprint, machine, job)
+        if found.fits:
+            low, expected, high = (predict(footprint, machine, found, band) for band in (LOW, EXPECTED, HIGH))
+            assert not slower(low, expected) and not slower(expected, high)
+
+
+def test_the_four_machines():
+    """DESIGN's own arithmetic: what fits, and roofs that no plan may promise to pass."""
+    a = solve(known_model("qwen3.6-35b-a3b"), read_profile("rtx-2080ti-11g"), Wishes(context=245_760))
+    assert a.fits and a.placement.tiers["device0"].cap_bytes == parse_bytes("10.4GiB")
+    assert 0.3 < a.placement.on_device / a.placement.num_units < 0.5 and a.placement.in_host == 10_240
+    assert a.placement.num_sweeps == 4
+    assert all(times.cold_first_token_s > 57 for times in a.times)
+    assert a.times[LOW].decode_tok_s_end < 37 and a.times[EXPECTED].decode_tok_s_start > 25
+    assert 50 <= a.times[HIGH].decode_tok_s_end <= 65
+    b = solve(
+        known_model("qwen3.6-35b-a3b"), read_profile("rtx-2080ti-22g"), Wishes(context=32_768, sequences=2)
+    )
+    assert b.fits and b.placement.kept == b.placement.num_units
+    assert b.times[EXPECTED].decode_tok_s_start > 100
+    assert b.times[EXPECTED].decode_tok_s_total > b.times[EXPECTED].decode_tok_s_end
+    c = solve(known_model("qwen3.6-27b"), read_profile("rtx-3060-12g"), Wishes(context=131_072))
+    assert c.placement.on_device < c.placement.num_units  # four bits do not fit on the card
+    assert c.times[EXPECTED].decode_tok_s_end < 5
+    assert any(offer.change == {"model": "qwen3.6-35b-a3b"} for offer in c.alternatives)
+    small = solve(
+        known_model("qwen3.6-27b"), read_profile("rtx-3060-12g"),
+        Wishes(context=131_072, recipe="2.5bit", kv="k4v4"),
+    )  # fmt: skip
+    assert small.fits and small.times[HIGH].decode_tok_s_end < 34
+    d = solve(known_model("qwen3.8-27b"), read_profile("rtx-3090-x2"), Wishes(context=524_288))
+    assert d.fits and set(d.placement.tiers) == {"device0", "device1", "host", "disk"}
+    assert any("YaRN" in text for text in d.warnings) and "2 cards" in d.unbuilt
+    native = solve(known_model("qwen3.8-27b"), read_profile("rtx-3090-x2"), Wishes(context=262_144))
+    assert native.times[HIGH].decode_tok_s_end < 42
+
+
+def test_a_machine_without_a_card_is_planned_as_the_engine_sizes_it():
+    for name in ("qwen3.5-0.8b", "qwen3-30b-a3b", "qwen2.5-32b"):
+        facts = known_model(name)
+        for dtype, sequences in (("bf16", 1), ("fp32", 3)):
+            config = EngineConfig(context=8192, sequences=sequences, dtype=dtype)
+            sizes = size_engine(facts, config, dtype, 2000 * GIB)
+            host = place(Footprint(facts, recipe(dtype), 0), with_caps(this_machine(Path.home()), **NO_CAPS),
+                         Job(8192, sequences, dtype)).tiers["host"].items  # fmt: skip
+            others = ("process", "kv", "states", "workspace", "logits_and_sampler")
+            assert sum(size for kind, size in host.items() if kind not in others) == sizes.weight_bytes
+            assert host["kv"] == sizes.kv_bytes and host.get("states", 0) == sizes.state_bytes
+            assert host["workspace"] + host["logits_and_sampler"] == sizes.workspace_bytes
+
+
+def test_profiles():
+    expected = """
+    rtx-2080ti-11g rtx-2080ti-22g rtx-3060-12g rtx-3080-10g rtx-3080-12g rtx-3090 rtx-3090-x2 rtx-4060-8g
+    rtx-4060ti-8g rtx-4060ti-16g rtx-4070 rtx-4080 rtx-4090 rtx-5060ti-16g rtx-5070ti rtx-5080 rtx-5090 t4 a10 a40 l4
+    a100-40g a100-80g h100 h200"""
+    assert set(profile_names()) == set(expected.split())
+    for name in profile_names():
+        machine = read_profile(name)
+        assert machine.sources and not machine.measured and machine.name == name
+        assert all(
+            entry["values"] == sorted(entry["values"]) for entry in calibration()["fractions"].values()
+        )
+    assert read_profile("RTX-3090-x2").num_cards == 2
+    assert read_profile("t4", {"link": "riser-pcie3-x1", "drive": None}).link_rate == 0.8e9
+
+
+def test_a_profile_of_ones_own(tmp_path):
+    values = json.loads((Path(cli.__file__).parents[1] / "facts/profiles/rtx-3060-12g.json").read_text())
+    file = tmp_path / "mine.json"
+    values["card"]["display"] = True
+    values["link"] = {"gb_s": 7.5}
+    file.write_text(json.dumps(values))
+    mine, listed = read_profile(str(file)), read_profile("rtx-3060-12g")
+    assert mine.card.usable_bytes == listed.card.usable_bytes - DISPLAY_BYTES and mine.link_rate == 7.5e9
+    for change in ({"ram_gib": None}, {"ram_gib": -1}, {"cores": "two"}, {"link": {"gb_s": 0}}, {"card": 3}):
+        file.write_text(json.dumps(values | change))
+        with pytest.raises(CorruptFileError, match=r"mine\.json"):
+            read_profile(str(file))
+    file.write_text(json.dumps(values | {"drive": "tape"}))
+    with pytest.raises(UsageError, match="tape"):
+        read_profile(str(file))
+    with pytest.raises(UsageError, match="rtx-9090"):
+        read_profile("rtx-9090")
+
+
+def test_caps_leave_room_for_the_system():
+    machine = read_profile("rtx-3090")
+    capped = with_caps(machine, vram=10 * GIB, ram=64 * GIB, disk=None)
+    assert capped.card.usable_bytes == 10 * GIB and capped.ram_bytes == 28 * GIB
+    assert capped.disk_bytes == machine.disk_bytes * 19 // 20
+    small = with_caps(replace(machine, ram_bytes=8 * GIB), vram=100 * GIB, ram=None, disk=1)
+    assert small.ram_bytes == 8 * GIB - SYSTEM_BYTES and small.card == machine.card and small.disk_bytes == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"context": 0}, {"sequences": 0}, {"draft": -1}, {"vram": 0}, {"kv": "fp4"}, {"prefer": "luck"}, {"disk": -1}],
+    ids=str,
+)  # fmt: skip
+def test_wishes_that_mean_nothing(wrong):
+    with pytest.raises(UsageError, match=str(next(iter(wrong.values())))):
+        Wishes(**wrong)
+
+
+def test_contexts_and_recipes_that_mean_nothing():
+    facts, machine = known_model("qwen3-32b"), read_profile("h200")
+    with pytest.raises(UsageError, match="163,840"):
+        solve(facts, machine, Wishes(context=4 * facts.context + 1))
+    for name in ("int3", "9bit", "bit"):
+        with pytest.raises(UsageError, match=name):
+            solve(facts, machine, Wishes(recipe=name))
+
+
+def run(capsys, *args: str) -> tuple[int, str, str]:
+    code = cli.run(["plan", *args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+A = ("qwen3.6-35b-a3b", "--profile", "rtx-2080ti-11g", "--context", "245760", "--recipe", "int4", "--kv", "fp8",
+     "--vram", "10.4GiB", "--ram", "32GiB")  # fmt: skip
+
+
+def test_the_document(capsys):
+    code, out, err = run(capsys, *A, "--json", "--tariff", "0.3")
+    document = json.loads(out)
+    assert code == 0 and not err
+    assert document["version"] == 1 and document["fits"] is True and document["executable"] is False
+    for name in ("device0", "host", "disk"):
+        tier = document["tiers"][name]
+        assert tier["total_bytes"] == sum(tier["items"].values()) <= tier["cap_bytes"]
+    assert document["tiers"]["device0"]["cap_bytes"] == parse_bytes("10.4GiB")
+    assert document["experts"]["total"] == 10_240 and 0 < document["experts"]["slots"] < 10_240
+    assert document["kv"] == {"codec": "fp8", "bytes_per_token": 10_240}
+    assert document["context"]["comfortable"] <= 245_760 <= document["context"]["limit"]
+    for name in ("cold_first_token_s", "warm_ram_first_token_s", "warm_disk_first_token_s", "tail_64_s",
+                 "decode_tok_s_start", "decode_tok_s_end", "load_s"):  # fmt: skip
+        ends = sorted((document["predict"]["low"][name], document["predict"]["high"][name]))
+        assert 0 < ends[0] <= document["predict"][name] <= ends[1]
+    assert document["predict"]["measured"] is False and document["alternatives"] == []
+    watt_hours = document["cost"]["watt_hours_per_million_tokens"]
+    assert watt_hours == pytest.approx(1e6 / document["predict"]["decode_tok_s_total"] / 3600 * 250, rel=1e-3)
+    assert document["cost"]["price_per_million_tokens"] == pytest.approx(watt_hours / 1000 * 0.3, rel=1e-3)
+
+
+def test_what_does_not_fit_prints_its_document_and_ends_with_3(capsys):
+    args = ("qwen3.6-27b", "--profile", "rtx-3060-12g", "--context", "131072", "--kv", "fp16")
+    code, out, _ = run(capsys, *args, "--json")
+    document = json.loads(out)
+    assert code == 3 and document["fits"] is False and document["executable"] is False
+    missing = document["tiers"]["device0"]["total_bytes"] - document["tiers"]["device0"]["cap_bytes"]
+    assert document["shortfall_bytes"] == {"device0": missing}
+    assert document["predict"]["decode_tok_s_end"] is None
+    changes = [offer["change"] for offer in document["alternatives"]]
+    assert {"model": "qwen3.6-35b-a3b"} in changes and any("context" in change for change in changes)
+    code, out, _ = run(capsys, *args)
+    assert code == 3 and "DOES NOT FIT: 3.2" in out and "fits instead: --context" in out
+
+
+def test_the_table_and_the_arithmetic(capsys):
+    code, out, _ = run(capsys, *A, "--explain")
+    assert code == 0
+    for text in ("never measured", "modelled, not executable", "experts on the card", "device0 [", "10,240 B a token",
+                 "! --ram asks for 32.00 GiB, and a process can have 28.00 GiB."):  # fmt: skip
+        assert text in out
+    code, out, _ = run(capsys, "qwen3-32b", "--profile", "rtx-3090", "--sequences", "2", "--draft", "3")
+    assert code == 0 and "wait behind the others" in out and "draft heads" in out
+
+
+def test_a_folder_with_nothing_but_a_config_and_no_card(tmp_path, capsys):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 2048}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, _ = run(capsys, str(folder), "--json", "--cache", str(tmp_path / "cache"))
+    document = json.loads(out)
+    assert code == 0 and document["executable"] is True and document["machine"]["card"] is None
+    assert document["tiers"]["device0"] == {"cap_bytes": 0, "total_bytes": 0, "items": {}}
+    (tmp_path / "cache").mkdir()
+    profile = Path(cli.__file__).parents[1] / "facts/profiles/t4.json"
+    (tmp_path / "cache" / "machine.json").write_text(profile.read_text())
+    code, out, _ = run(capsys, str(folder), "--json", "--cache", str(tmp_path / "cache"))
+    assert json.loads(out)["machine"]["name"] == "t4"
+    code, _, err = run(capsys, "qwen2-27b")
+    assert code == 2 and "qwen2-27b" in err
+
+
+def test_no_torch_and_under_half_a_second():
+    """Of a processor's time, so that other work on the machine does not count."""
+    script = (
+        "import sys; from packhorse.cli.main import run\n"
+        f"code = run(['plan', *{A!r}, '--json'])\n"
+        "sys.exit(code or ('torch' in sys.modules) or ('transformers' in sys.modules))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, env=os.environ)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fits"]
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
