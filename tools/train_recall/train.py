@@ -94,7 +94,7 @@ def save(net: RecallNet, folder: Path, kind: str, step: int) -> None:
 def repeatable() -> None:
     """The same command gives the same weights to the bit on the same card and software. Before CUDA is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import InvalidRequestError, UsageError
+from packhorse.core.protocols import Steering
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, Usage
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
@@ -158,14 +159,15 @@ class Session:
         on_text: Callable[[str], None] | None = None,
         on_thought: Callable[[str], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        steering: Steering | None = None,
         **sampling: Any,
     ) -> Answer:
         """Answer one prompt: a question, documents with a question (`compose`), or the messages of a chat.
 
         on_text and on_thought get the text as it comes; on_progress(read, all) counts prompt tokens, reused
-        ones included, after each step until the prompt is read. sampling: fields of SamplingParams. Without
-        max_tokens it is what the window leaves, at most MAX_TOKENS (MAX_THINKING_TOKENS where the model may
-        think).
+        ones included, after each step until the prompt is read. steering: as in Request. sampling: fields of
+        SamplingParams. Without max_tokens it is what the window leaves, at most MAX_TOKENS
+        (MAX_THINKING_TOKENS where the model may think).
 
         Where this raises, an interrupt or an error of a callback included, the request has given back all it
         held. Raises InvalidRequestError and PromptTooLongError before anything is computed, ComputeError.
@@ -179,7 +181,9 @@ class Session:
             # At least 1, so that a prompt without room is refused by the engine, with its numbers.
             sampling["max_tokens"] = max(1, min(most, self.window - len(token_ids)))
         self._num_answers += 1
-        request = Request(str(self._num_answers), tuple(token_ids), SamplingParams(**sampling), marks)
+        request = Request(
+            str(self._num_answers), tuple(token_ids), SamplingParams(**sampling), marks, steering
+        )
         splitter = None
         if self.template is not None:
             splitter = ThoughtSplitter(inside=opens_thought(tail))

@@ -6,6 +6,8 @@ import resource
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from packhorse.verify.recall import ANSWER_ROOM, Asker
 
 FIRST_RUNG = 1024
@@ -22,20 +24,28 @@ def rungs(window: int) -> tuple[int, ...]:
     return (*lengths, longest) if longest > 0 else ()
 
 
+def peak_bytes(device: str) -> int:
+    """The most bytes taken so far: resident ones of the process, or torch's on a card."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated(device)
+
+
 def climb(
     asker: Asker,
     lengths: Sequence[int],
     task: str = "multi_key",
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each length. peak_bytes: the process's largest resident size so far."""
+    """A row for each length. peak_bytes: the most so far, of the process's resident size or, on a card, of
+    what torch holds there."""
     rows = []
     for length in lengths:
         trial = {"task": task, "language": "en", "length": length, "depth": 0.5, "seed": length}
         record = asker.ask(asker.sample(trial))
         row = {
             "length": length,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_bytes": peak_bytes(asker.session.engine.runner.model.device),
             "first_token_s": record["first_token_s"],
             "tokens_per_s": record["tokens_per_s"],
             "right": record["right"],

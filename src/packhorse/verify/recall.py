@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
+from packhorse.core.protocols import Steering
 from packhorse.core.types import FinishReason
 from packhorse.engine.session import Session
 from packhorse.text.reasoning import Think, may_think, thinking_options
@@ -123,11 +124,19 @@ class Asker:
         settings = {k: trial[k] for k in ("length", "depth", "seed", "language")}
         return build(trial["task"], self.encode, density=self._density, haystack=self._haystack, **settings)
 
-    def ask(self, sample: Sample) -> Record:
-        """Greedy answer and its score. unfinished: the tokens ran out before an answer came."""
+    def ask(self, sample: Sample, steering: Steering | None = None) -> Record:
+        """Greedy answer and its score. unfinished: the tokens ran out before an answer came. read_steps: steps
+        that read the prompt."""
         budget = sample.answer_len + (THINK_TOKENS if self.thinks else 0)
         budget = min(budget, self.session.window - sample.length)
-        answer = self.session.answer(sample.chat, max_tokens=budget, temperature=0.0)
+        steps: list[int] = []
+        answer = self.session.answer(
+            sample.chat,
+            on_progress=lambda read, _: steps.append(read),
+            steering=steering,
+            max_tokens=budget,
+            temperature=0.0,
+        )
         scored = score(sample, answer.text)
         return {
             "task": sample.task,
@@ -140,13 +149,17 @@ class Asker:
             "unfinished": answer.finish is FinishReason.LENGTH and not answer.text.strip(),
             "expected": list(sample.expected),
             "answer": answer.text.strip()[:400],
+            "read_steps": len(steps),
             **answer.counts,
             **answer.timings,
         }
 
 
 class Report:
-    """Records of a run in a file, written whole and renamed, so that a cut run leaves a readable one."""
+    """Records of a run in a file, written whole and renamed, so that a cut run leaves a readable one.
+
+    features: the records of each feature that is compared, by its name.
+    """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
         """Reads what an earlier run with the same settings left at `path`.
@@ -156,6 +169,7 @@ class Report:
         self.path = path
         self.settings = settings
         self.records: list[Record] = []
+        self.features: dict[str, list[Record]] = {}
         self._saved = time.monotonic()
         if path is not None and path.exists():
             found = read_report(path)
@@ -167,7 +181,7 @@ class Report:
                     f"{settings[differ[0]]!r}.",
                     hint="Name another file for --report, or delete that one.",
                 )
-            self.records = found["records"]
+            self.records, self.features = found["records"], found.get("features", {})
 
     def add(self, record: Record) -> None:
         """Keep a record, and write the file every few seconds."""
@@ -191,6 +205,7 @@ class Report:
             "settings": self.settings,
             "summary": summarize(self.records),
             "records": self.records,
+            **({"features": self.features} if self.features else {}),
         }
 
 
@@ -210,9 +225,14 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def run_grid(
-    asker: Asker, grid: Grid, report: Report, on_trial: Callable[[int, int, Record], None] | None = None
+    asker: Asker,
+    grid: Grid,
+    report: Report,
+    on_trial: Callable[[int, int, Record], None] | None = None,
+    ask: Callable[[Sample], Record] | None = None,
 ) -> None:
     """Ask every trial of the grid that the report does not hold. on_trial(done, all, record) after each.
+    ask: in place of the asker's own.
 
     Raises DoesNotFitError before anything is asked where the longest prompt leaves no room in the window.
     """
@@ -233,7 +253,7 @@ def run_grid(
             done += 1
             if trial_key(trial) in have:
                 continue
-            record = asker.ask(asker.sample(trial))
+            record = (ask or asker.ask)(asker.sample(trial))
             report.add(record)
             if on_trial is not None:
                 on_trial(done, grid.num_trials, record)
@@ -316,7 +336,9 @@ def mcnemar(one: int, two: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def settings_of(session: Session, grid: Grid, haystack: Path | None) -> dict[str, Any]:
+def settings_of(
+    session: Session, grid: Grid, haystack: Path | None, features: Sequence[str] = ()
+) -> dict[str, Any]:
     """What a report says of a run: model, arithmetic and what its samples depend on."""
     fields = asdict(grid)
     model = session.engine.runner.model
@@ -326,4 +348,6 @@ def settings_of(session: Session, grid: Grid, haystack: Path | None) -> dict[str
         "exact": model.exact,
         "density": fields["density"],
         "haystack": None if haystack is None else str(haystack),
+        "kv": session.engine.store.geometry.codec.name,
+        "compare": list(features) or None,
     }

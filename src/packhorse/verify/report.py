@@ -32,8 +32,12 @@ code { background: #f1f4f8; padding: 0 .25rem }
 MAX_WRONG = 40
 
 
-def render_html(document: dict[str, Any], comparison: Comparison | None = None) -> str:
-    """The page of a report's document (`Report.document`)."""
+def render_html(
+    document: dict[str, Any],
+    comparison: Comparison | None = None,
+    features: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The page of a report's document (`Report.document`). features: rows of `Feature.row`."""
     settings, records = document["settings"], document["records"]
     given = [(n, str(value)) for n, value in settings.items() if value is not None]
     about = ", ".join(f"{name} <code>{escape(value)}</code>" for name, value in given)
@@ -48,6 +52,8 @@ def render_html(document: dict[str, Any], comparison: Comparison | None = None) 
     ]
     if comparison is not None:
         parts.append(_comparison(comparison))
+    if features:
+        parts.append(_features(features))
     for task, language in dict.fromkeys((r["task"], r["language"]) for r in records):
         ours = [r for r in records if (r["task"], r["language"]) == (task, language)]
         parts.append(f"<h2>{escape(task)} ({escape(language)})</h2>{_heat_map(ours)}")
@@ -93,6 +99,20 @@ def _comparison(c: Comparison) -> str:
         f"<h2>Against the other report</h2><p>{c.pairs:,} pairs: {c.both:,} right in both, "
         f"{c.only_first:,} here alone, {c.only_second:,} there alone; McNemar's exact p is {c.p:.3g}.</p>"
     )
+
+
+def _features(rows: Sequence[dict[str, Any]]) -> str:
+    head = (
+        "<tr><th>feature<th>active<th>pairs<th>right without<th>right with<th>McNemar p<th>tokens"
+        "<th>same top token<th>KL mean<th>KL max"
+    )
+    body = "".join(
+        f"<tr><td>{escape(r['feature'])}<td>{r['active']:,}<td>{r['pairs']}<td>{r['reference_right']}"
+        f"<td>{r['right']}<td>{r['p']:.3g}<td>{r['tokens']:,}<td>{r['same_token']:.2%}"
+        f"<td>{r['kl_mean']:.2e}<td>{r['kl_max']:.2e}"
+        for r in rows
+    )
+    return f"<h2>Features, in pairs against this run</h2><table class=figures>{head}{body}</table>"
 
 
 def _wrong(records: Sequence[Record]) -> str:
