@@ -40,7 +40,7 @@ def find(store: DurableStore, number: int) -> Record | None:
     """The record of that number in the index."""
     if number % 3 == 2:
         return store.states([key(number)]).get(key(number))
-    found = store.candidates(key(number, "parent"))
+    found = store.candidates([key(number, "parent")])
     return found[0] if found else None
 
 

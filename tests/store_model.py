@@ -155,7 +155,7 @@ def all_entries(root: Entry) -> list[Entry]:
 def check(store: KVStore) -> None:
     """Every rule of the store's books, and the content of every page and snapshot that it keeps."""
     tree, pages, slots = store._tree, store._pages, store._slots
-    entries = all_entries(tree.root)
+    entries = [entry for root in tree._roots.values() for entry in all_entries(root)]
     assert set(entries) == set(tree.entries) and len(set(entries)) == len(entries)
     holders = [0] * pages.num_pages
     for sequence in store._open.values():
@@ -188,7 +188,7 @@ def check(store: KVStore) -> None:
 def check_entries(store: KVStore, entries: list[Entry]) -> None:
     tree, page_len = store._tree, store.page_len
     tips = [s.tip for s in store._open.values()]
-    assert all(tip is tree.root or tip.alive for tip in tips)
+    assert all(tip.parent is None or tip.alive for tip in tips)
     for entry in entries:
         assert entry.alive and entry.parent is not None
         assert entry.start == entry.parent.stop

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import sqlite3
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from random import Random
 
+import psutil
 import pytest
 
 import durable_files as numbers
@@ -435,6 +437,47 @@ def test_two_processes_share(tmp_path):
     store.close()
     durable.wipe(folder)
     assert not folder.exists()
+
+
+def caps_hold(folder: Path, operations: int) -> None:
+    """RAM and disk as the system counts them, over random puts, uses and losses."""
+    random, process, cap = Random(5), psutil.Process(), 48 * MIB
+    store, model = numbers.open_store(folder, quota=cap)
+    store._writer.execute("PRAGMA synchronous = OFF")
+    ram = RamRecords(cap)
+    ram.put(numbers.image(0, 1000))
+    gc.collect()
+    start = process.memory_info().rss
+    most = 0
+    for n in range(operations):
+        size = random.choice([1000, 30_000, 400_000, 2_000_000])
+        image = numbers.image(random.randrange(500), size)
+        if random.random() < 0.3:
+            assert store.write(model, [image]), store.trouble
+        elif not ram.has(image.record):
+            ram.put(image)
+        else:
+            ram.drop(image.record)
+        del image
+        if n % 20 == 0:
+            most = max(most, process.memory_info().rss - start)
+            assert most <= cap * 1.01 + 4 * MIB  # of the image that is made, and of Python's own
+            used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+            assert used <= cap * 1.01
+    assert most > 0.7 * cap and store.counters["evicted_records"] > 0 and ram.evicted > 0
+    ram.clear()
+    gc.collect()
+    assert process.memory_info().rss - start < 6 * MIB
+    check_consistent(store)
+
+
+def test_caps_hold(tmp_path):
+    caps_hold(tmp_path / "s", 400)
+
+
+@pytest.mark.slow
+def test_caps_hold_for_ten_thousand_operations(tmp_path):
+    caps_hold(tmp_path / "s", 10_000)
 
 
 def test_ram_keeps_to_its_size():

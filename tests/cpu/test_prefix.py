@@ -78,7 +78,7 @@ def test_the_same_page_elsewhere_is_another_page():
 
 
 def test_token_ids_are_compared_when_hashes_collide(monkeypatch):
-    monkeypatch.setattr(PrefixTree, "_chain", lambda self, key, page: b"same")
+    monkeypatch.setattr(PrefixTree, "chain_value", lambda self, key, page: b"same")
     tree = Tree()
     tree.add("abcd", 2, 4)
     tree.add("efgh", 4)

@@ -185,20 +185,15 @@ class DurableStore:
 
     # Reading.
 
-    def candidates(self, parent: bytes) -> Sequence[DiskRecord]:
+    def candidates(self, parents: Sequence[bytes]) -> Sequence[DiskRecord]:
         """See Records."""
-        return self._select("kind = 'pages' AND parent = ?", [parent])
+        return self._select(f"kind = 'pages' AND parent IN ({_marks(len(parents))})", parents)
 
     def states(self, keys: Sequence[bytes]) -> Mapping[bytes, DiskRecord]:
         """See Records."""
-        found: dict[bytes, DiskRecord] = {}
-        for at in range(0, len(keys), 500):
-            some = keys[at : at + 500]
-            # A state's parent is its own chain value: the pair is what the index is sorted by.
-            where = f"kind = 'state' AND (parent, key) IN (VALUES {', '.join(['(?, ?)'] * len(some))})"
-            rows = self._select(where, [key for k in some for key in (k, k)])
-            found.update((row.key, row) for row in rows)
-        return found
+        # A state's parent is its own chain value: the index is sorted by it.
+        rows = self._select(f"kind = 'state' AND parent IN ({_marks(len(keys))})", keys)
+        return {row.key: row for row in rows}
 
     def read(self, record: Record) -> Image:
         """See Records. Whoever gets an UnreadableError passes the record to `drop`."""
@@ -276,6 +271,7 @@ class DurableStore:
         need = sum(round_up(image.record.num_bytes, BLOCK) for image in new)
         if need > self.room():
             self.counters["refused_for_room"] += len(new)
+            self.trouble = f"there is no room for {format_bytes(need)}"
             return False
         self._evict_to(self.quota - need)
         short = self.reserve + need - self.files.free_bytes(self.folder)
@@ -633,6 +629,10 @@ def _connection(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA wal_autocheckpoint = 256")
     connection.execute("PRAGMA journal_size_limit = 1048576")
     return connection
+
+
+def _marks(count: int) -> str:
+    return ", ".join("?" * count)
 
 
 def _fields(record: Record) -> tuple[Any, ...]:

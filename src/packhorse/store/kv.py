@@ -21,7 +21,9 @@ from packhorse.core.types import Span
 from packhorse.core.units import ceil_div
 from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
 from packhorse.quant.codec import CodecPages
+from packhorse.store.durable import DurableStore
 from packhorse.store.evict import LeafQueue, thinnable
+from packhorse.store.lower import MIN_TOKENS, KeepJob, LowerTiers
 from packhorse.store.pages import PageAllocator, consecutive_runs
 from packhorse.store.prefix import Entry, PrefixMatch, PrefixTree, encode_tokens
 from packhorse.store.snapshots import StateSlots, WantedSnapshot, wanted_positions
@@ -78,7 +80,8 @@ class StoredSequence:
     """An open sequence: the engine reads `slot`, `cached_len`, `position`, `token_ids` and `next_boundary`.
 
     slot: active state slot, 0 .. sequences. cached_len: tokens of the prompt that were already stored.
-    position: tokens stored so far. token_ids: the prompt and every token completed since.
+    position: tokens stored so far. token_ids: the prompt and every token completed since. keep: later prompts
+    may find what it has read. label: a name for people of what lies on disk.
     """
 
     slot: int
@@ -92,6 +95,9 @@ class StoredSequence:
     wanted: list[WantedSnapshot]
     tip: Entry = field(repr=False)
     clock: int
+    root: Entry = field(repr=False)
+    keep: bool = True
+    label: str = ""
     rolling: int | None = None
     rolling_position: int = 0
     in_step: bool = False
@@ -109,7 +115,7 @@ class KVStore:
     num_pages: pages of each full-attention layer. sequences: open at once. snapshots: recurrent states kept
     for reuse. snapshot_len: their absolute grid, in tokens. exact: segments of a fixed shape, and room for
     pending rows. segment_len: None takes this module's default. poison: free memory is NaN (tests). secret:
-    keys the hash chain.
+    keys the hash chain. seed: hashed into every chain, what the pages are of.
 
     Raises UsageError where a page is longer than a segment may be.
     """
@@ -127,6 +133,7 @@ class KVStore:
         segment_len: int | None = None,
         poison: bool = False,
         secret: bytes = b"",
+        seed: bytes = b"",
     ) -> None:
         page_len = geometry.page_len
         longest = EXACT_SEGMENT_LEN if exact else SEGMENT_LEN
@@ -155,7 +162,8 @@ class KVStore:
         )
         self._bound = {i: geometry.codec.bind(self._tier.pages(i)) for i in geometry.full_layers}
         self._pages = PageAllocator(num_pages)
-        self._tree = PrefixTree(page_len, secret)
+        self._tree = PrefixTree(page_len, secret, seed)
+        self.lower: LowerTiers | None = None
         self._leaves = LeafQueue(self._tree)
         self._open: dict[int, StoredSequence] = {}
         self._clock = 0
@@ -165,6 +173,27 @@ class KVStore:
             self._tier.poison_pages(list(range(num_pages)))
             for slot in range(self._slots.num_slots):
                 self._tier.poison_state(slot)
+
+    def add_tiers(
+        self,
+        *,
+        ram_bytes: int = 0,
+        disk: DurableStore | None = None,
+        model: int = 0,
+        min_tokens: int = MIN_TOKENS,
+    ) -> None:
+        """Put host memory and a disk store below the device, before the first sequence. See LowerTiers."""
+        assert not self._tree.entries and not self._open
+        self.lower = LowerTiers(
+            self._tier,
+            self._tree.chain_value,
+            self._tree.page_bytes,
+            self._release,
+            ram_bytes=ram_bytes,
+            disk=disk,
+            model=model,
+            min_tokens=min_tokens,
+        )
 
     @property
     def capacity(self) -> int:
@@ -200,18 +229,27 @@ class KVStore:
                 totals[kind] = totals.get(kind, 0) + count
         return totals
 
-    def match(self, token_ids: Sequence[int]) -> PrefixMatch:
-        """What of a prompt is stored now. Changes nothing."""
-        return self._tree.match(encode_tokens(token_ids))
+    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> PrefixMatch:
+        """What of a prompt is stored on the device now. Changes nothing."""
+        return self._tree.match(encode_tokens(token_ids), tenant)
 
     def open(
-        self, token_ids: Sequence[int], max_len: int, marks: Sequence[int] = (), *, reuse: bool = True
+        self,
+        token_ids: Sequence[int],
+        max_len: int,
+        marks: Sequence[int] = (),
+        *,
+        reuse: bool = True,
+        keep: bool = True,
+        tenant: bytes = b"",
+        label: str = "",
     ) -> StoredSequence | None:
         """Begin a sequence: pin what of its prompt is stored and reserve the rest of `max_len` tokens.
 
         Its active state is that at `cached_len`. Returns None, having changed nothing, while other sequences
         hold what it needs: ask again when one has closed. marks: positions in (0, len(token_ids)] whose
-        last page boundary is to be snapshot. reuse: False reads the whole prompt again.
+        last page boundary is to be snapshot. reuse: False reads the whole prompt again. keep: False leaves
+        nothing of it behind. tenant: whose chains it may go on from and add to.
 
         Raises DoesNotFitError where the empty store could not hold `max_len` tokens.
         """
@@ -227,13 +265,16 @@ class KVStore:
         if self._slots.num_active == self._slots.sequences:
             return None
         encoded = encode_tokens(token_ids)
-        match = self._tree.match(encoded) if reuse else PrefixMatch(0, (), None)
+        root = self._tree.root_of(tenant)
+        match = self._tree.match(encoded, tenant) if reuse else PrefixMatch(0, (), None)
         reused = [page for entry in match.entries for page in entry.page_ids]
         missing = ceil_div(max_len, self.page_len) - len(reused)
+        if self.lower is not None and self.lower.is_behind and missing > self._pages.num_free:
+            self.lower.advance(1 << 62, wait=True)  # what waits to be written holds pages
         pinned_now = sum(len(entry.page_ids) for entry in match.entries if not entry.pins)
         if missing > self._pages.num_free + self._tree.unpinned_pages - pinned_now:
             return None
-        tip = match.entries[-1] if match.entries else self._tree.root
+        tip = match.entries[-1] if match.entries else root
         ends = {mark // self.page_len * self.page_len for mark in marks}
         for entry in match.entries:
             entry.marked |= entry.stop in ends
@@ -246,14 +287,6 @@ class KVStore:
         page_ids = reused + self._pages.allocate(missing, reused[-1] if reused else None)
         slot = self._slots.take_active()
         assert slot is not None
-        self._restore(tip, slot)
-        wanted = (
-            wanted_positions(
-                len(token_ids), marks, match.fork, self.page_len, self.snapshot_len, match.length
-            )
-            if self.geometry.is_hybrid
-            else []
-        )
         sequence = StoredSequence(
             slot=slot,
             cached_len=match.length,
@@ -263,14 +296,26 @@ class KVStore:
             encoded=bytearray(encoded),
             page_ids=page_ids,
             fragments=self._fragments(page_ids),
-            wanted=wanted,
+            wanted=[],
             tip=tip,
             clock=self._clock,
+            root=root,
+            keep=keep,
+            label=label,
         )
         self._open[slot] = sequence
+        fork = match.fork
+        if reuse and self.lower is not None:
+            fork = max(fork or 0, self._promote(sequence, self.lower)) or None
+        if sequence.position == match.length:
+            self._restore(tip, slot)
+        if self.geometry.is_hybrid and keep:
+            sequence.wanted = wanted_positions(
+                len(token_ids), marks, fork, self.page_len, self.snapshot_len, sequence.position
+            )
         self._counters.opened += 1
-        self._counters.hits += match.length > 0
-        self._counters.reused_tokens += match.length
+        self._counters.hits += sequence.cached_len > 0
+        self._counters.reused_tokens += sequence.cached_len
         return sequence
 
     def views(self, spans: Sequence[Span]) -> list[KVView]:
@@ -321,6 +366,8 @@ class KVStore:
             sequence.encoded += encode_tokens(new[known:])
             sequence.position = end
             sequence.in_step = False
+            if not sequence.keep:
+                continue
             if self.geometry.is_hybrid:
                 self._keep_snapshots(sequence)
             else:
@@ -351,8 +398,10 @@ class KVStore:
         One that does either is well, and so are those pages, or fails in its turn and drops the rest.
         """
         assert sequence.is_open and self._open.get(sequence.slot) is sequence, "closed twice"
-        if keep and self.geometry.is_hybrid:
+        if keep and sequence.keep and self.geometry.is_hybrid:
             self._keep_turn(sequence)
+        if keep and sequence.keep and self.lower is not None:
+            self._keep_below(sequence, self.lower)
         self._clock += 1
         self._tree.touch(sequence.tip, self._clock)
         self._tree.unpin(sequence.tip)
@@ -369,9 +418,51 @@ class KVStore:
         sequence.is_open = False
 
     def clear(self) -> None:
-        """Forget every entry that no open sequence uses."""
-        while self._evict_leaf():
-            pass
+        """Forget every entry that no open sequence uses, in host memory too."""
+        while (leaf := self._leaves.pop()) is not None:
+            self._drop(leaf)
+            self._counters.evicted_entries += 1
+        if self.lower is not None:
+            self.lower.ram.clear()
+
+    def close_tiers(self) -> None:
+        """Write what waits for the disk, and let go of the tiers below the device."""
+        if self.lower is not None:
+            self.lower.close()
+            self.lower = None
+
+    def _promote(self, sequence: StoredSequence, lower: LowerTiers) -> int:
+        """Bring back what the tiers below hold of a prompt beyond the device's part. Returns how far they agree
+        with it, usable or not."""
+        start, limit = sequence.position, (sequence.prompt_len - 1) // self.page_len
+        agreed = 0
+        while (held := sequence.position // self.page_len) < limit:
+            found = lower.find(sequence.root.key, sequence.encoded, limit, held)
+            agreed = found.agreed
+            if found.num_pages <= held:
+                lower.counters["miss_no_state" if agreed > held else "miss_absent"] += (
+                    sequence.position == start
+                )
+                break
+            if not lower.worth_loading(found, held):
+                lower.counters["miss_slower"] += 1
+                break
+            loaded = lower.load(found, held, sequence.page_ids, sequence.slot)
+            sequence.position = sequence.cached_len = loaded * self.page_len
+        if sequence.position > start and sequence.keep:
+            step = sequence.position - start if self.geometry.is_hybrid else self.page_len
+            for stop in range(start + step, sequence.position + 1, step):
+                self._keep(sequence, stop, marked=self.geometry.is_hybrid)
+        return agreed * self.page_len
+
+    def _keep_below(self, sequence: StoredSequence, lower: LowerTiers) -> None:
+        """Have what a sequence has read written to disk; its pages stay until they are copied."""
+        stop = sequence.tip.stop
+        page_ids = sequence.page_ids[: stop // self.page_len]
+        entries = [e for e in self._tree.chain(sequence.tip) if e.marked and e.snapshot is not None]
+        tokens = bytes(sequence.encoded[: len(page_ids) * self._tree.page_bytes])
+        if lower.keep(KeepJob(sequence.root.key, tokens, page_ids, entries, sequence.label)):
+            self._pages.share(page_ids)
 
     def _restore(self, tip: Entry, slot: int) -> None:
         if not self.geometry.is_hybrid:
@@ -476,6 +567,8 @@ class KVStore:
         leaf = self._leaves.pop()
         if leaf is None:
             return False
+        if self.lower is not None:
+            self.lower.demote(leaf)
         self._drop(leaf)
         self._counters.evicted_entries += 1
         return True

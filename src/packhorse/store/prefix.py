@@ -81,23 +81,35 @@ class Inserted:
 class PrefixTree:
     """The tree, its pins, and how many of its pages nobody pins.
 
+    secret: keys the hashes. seed: hashed into every chain, what the pages are of. tenant, below: whose chains.
+
     No entry's tokens are a beginning of a sibling's, so at most one child continues a given prompt.
     """
 
-    def __init__(self, page_len: int, secret: bytes = b"") -> None:
-        self._page_bytes = page_len * _TOKEN_BYTES
+    def __init__(self, page_len: int, secret: bytes = b"", seed: bytes = b"") -> None:
+        self.page_bytes = page_len * _TOKEN_BYTES
         self._page_len = page_len
         self._secret = secret
-        self.root = Entry(self._chain(b"", b""), 0, 0, b"", (), None, True, 0, None)
+        self._seed = seed
+        self._roots: dict[bytes, Entry] = {}
+        self.root = self.root_of(b"")
         self.entries: dict[Entry, None] = {}
         self.num_pages = 0
         self.unpinned_pages = 0
 
-    def match(self, tokens: bytes | bytearray) -> PrefixMatch:
+    def root_of(self, tenant: bytes) -> Entry:
+        """Where the chains of a tenant begin; tenants see nothing of each other's."""
+        root = self._roots.get(tenant)
+        if root is None:
+            root = Entry(self.chain_value(self._seed, tenant), 0, 0, b"", (), None, True, 0, None)
+            self._roots[tenant] = root
+        return root
+
+    def match(self, tokens: bytes | bytearray, tenant: bytes = b"") -> PrefixMatch:
         """The longest stored chain that `tokens` (encoded) begin with, at least one token left to read."""
         num_tokens = len(tokens) // _TOKEN_BYTES
         limit = (num_tokens - 1) // self._page_len * self._page_len if num_tokens else 0
-        tip = self.descend(self.root, tokens, limit)
+        tip = self.descend(self.root_of(tenant), tokens, limit)
         agreed = max((self._agreed(e, tokens, limit) for e in self._candidates(tip, tokens)), default=0)
         return PrefixMatch(tip.stop, tuple(self.chain(tip)), tip.stop + agreed if agreed else None)
 
@@ -145,7 +157,7 @@ class PrefixTree:
         kept = () if below else tuple(page_ids)
         key = parent.key
         for page in self._pages_of(span):
-            key = self._chain(key, page)
+            key = self.chain_value(key, page)
         new = Entry(key, start, stop, span, kept, snapshot, marked, last_used, parent)
         self._link(new)
         dropped: list[int] = []
@@ -201,6 +213,10 @@ class PrefixTree:
         for entry in self._upwards(tip, None):
             entry.last_used = clock
 
+    def chain_value(self, key: bytes, page: bytes | bytearray) -> bytes:
+        """What stands for a chain: its value one page before, and that page's encoded tokens, hashed."""
+        return blake2b(key + page, digest_size=32, key=self._secret).digest()
+
     def _upwards(self, tip: Entry, above: Entry | None) -> Iterator[Entry]:
         while tip.parent is not None and tip is not above:
             yield tip
@@ -210,7 +226,7 @@ class PrefixTree:
         if not parent.children:
             return ()
         first = parent.stop * _TOKEN_BYTES
-        return parent.children.get(self._chain(parent.key, tokens[first : first + self._page_bytes]), ())
+        return parent.children.get(self.chain_value(parent.key, tokens[first : first + self.page_bytes]), ())
 
     def _agreed(self, entry: Entry, tokens: bytes | bytearray, limit: int) -> int:
         """Tokens, in whole pages and up to `limit`, in which `entry` agrees with `tokens`."""
@@ -218,8 +234,8 @@ class PrefixTree:
         end = (min(entry.stop, limit) - entry.start) * _TOKEN_BYTES
         if entry.tokens[:end] == tokens[base : base + end]:
             return end // _TOKEN_BYTES
-        for at in range(0, end, self._page_bytes):
-            to = at + self._page_bytes
+        for at in range(0, end, self.page_bytes):
+            to = at + self.page_bytes
             if entry.tokens[at:to] != tokens[base + at : base + to]:
                 return at // _TOKEN_BYTES
         raise AssertionError("unequal tokens are equal page by page")
@@ -227,7 +243,7 @@ class PrefixTree:
     def _move_below(self, entry: Entry, new: Entry) -> tuple[int, ...]:
         """Split `entry` at `new.stop`: its lower half goes below `new`; returns its upper half's pages."""
         self._unlink(entry)
-        num_pages = len(new.tokens) // self._page_bytes
+        num_pages = len(new.tokens) // self.page_bytes
         upper, entry.page_ids = entry.page_ids[:num_pages], entry.page_ids[num_pages:]
         entry.tokens = entry.tokens[len(new.tokens) :]
         entry.start = new.stop
@@ -257,11 +273,8 @@ class PrefixTree:
 
     def _first_key(self, entry: Entry) -> bytes:
         assert entry.parent is not None
-        return self._chain(entry.parent.key, entry.tokens[: self._page_bytes])
-
-    def _chain(self, key: bytes, page: bytes | bytearray) -> bytes:
-        return blake2b(key + page, digest_size=32, key=self._secret).digest()
+        return self.chain_value(entry.parent.key, entry.tokens[: self.page_bytes])
 
     def _pages_of(self, tokens: bytes) -> Iterator[bytes]:
-        for at in range(0, len(tokens), self._page_bytes):
-            yield tokens[at : at + self._page_bytes]
+        for at in range(0, len(tokens), self.page_bytes):
+            yield tokens[at : at + self.page_bytes]

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import prod
 from typing import Any, Protocol
 
 from packhorse.core.units import round_up
@@ -24,6 +25,8 @@ BLOCK = 4096
 """Bytes to which payloads and buffers are aligned: what direct I/O and the page cache work in."""
 MAX_HEADER_BYTES = 1 << 20
 TOKEN_IDS = "token_ids"
+WALK_PAGES = 256
+"""Boundaries looked up at once."""
 _TOKEN_BYTES = 4
 _METADATA = "__metadata__"
 _FORMAT = "packhorse 1"
@@ -87,29 +90,18 @@ class Image:
     @classmethod
     def make(cls, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> Image:
         """An image to be filled: header and token ids are written, the parts of `shapes` (uint8) are zero."""
-        tensors: dict[str, Any] = {}
-        places: dict[str, tuple[int, int]] = {}
-        end = 0
-        wanted = [(name, "U8", shape, 1) for name, shape in shapes.items()]
-        if record.tokens:
-            wanted.append((TOKEN_IDS, "U32", (len(record.tokens) // _TOKEN_BYTES,), _TOKEN_BYTES))
-        for name, dtype, shape, width in wanted:
-            size = width
-            for dim in shape:
-                size *= dim
-            tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
-            places[name] = (end, size)
-            end += size
-        header = json.dumps({_METADATA: _describe(record), **tensors}, separators=(",", ":")).encode()
-        start = round_up(8 + len(header), BLOCK)
-        buffer = anonymous(start + end)
-        buffer[:8] = (start - 8).to_bytes(8, "little")
-        buffer[8:start] = header.ljust(start - 8)
-        placed = {name: (start + at, size) for name, (at, size) in places.items()}
-        image = cls(replace(record, num_bytes=start + end), buffer, placed)
+        header, places, num_bytes = _layout(record, shapes)
+        buffer = anonymous(num_bytes)
+        buffer[: len(header)] = header
+        image = cls(replace(record, num_bytes=num_bytes), buffer, places)
         if record.tokens:
             image.parts[TOKEN_IDS][:] = record.tokens
         return image
+
+    @staticmethod
+    def size(record: Record, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Bytes of the image that `make` would make."""
+        return _layout(record, shapes)[2]
 
     @classmethod
     def parse(cls, buffer: mmap.mmap, num_bytes: int) -> Image:
@@ -143,6 +135,27 @@ def anonymous(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, round_up(max(num_bytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+def _layout(
+    record: Record, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """The header with its padding, where each part lies and how long it is, and bytes in all."""
+    wanted = [(name, "U8", shape, 1) for name, shape in shapes.items()]
+    if record.tokens:
+        wanted.append((TOKEN_IDS, "U32", (len(record.tokens) // _TOKEN_BYTES,), _TOKEN_BYTES))
+    tensors: dict[str, Any] = {}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, dtype, shape, width in wanted:
+        size = prod(shape) * width
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+        places[name] = (end, size)
+        end += size
+    text = json.dumps({_METADATA: _describe(record), **tensors}, separators=(",", ":")).encode()
+    start = round_up(8 + len(text), BLOCK)
+    header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    return header, {name: (start + at, size) for name, (at, size) in places.items()}, start + end
+
+
 def _describe(record: Record) -> dict[str, str]:
     return {
         "format": _FORMAT,
@@ -164,8 +177,8 @@ def _place(entry: Any, start: int, num_bytes: int) -> tuple[int, int]:
 class Records(Protocol):
     """A tier of records."""
 
-    def candidates(self, parent: bytes) -> Sequence[Record]:
-        """Records of pages that begin at a chain value."""
+    def candidates(self, parents: Sequence[bytes]) -> Sequence[Record]:
+        """Records of pages that begin at one of these chain values."""
 
     def states(self, keys: Sequence[bytes]) -> Mapping[bytes, Record]:
         """Of the chain values those at which there is a state."""
@@ -241,9 +254,9 @@ class RamRecords:
         for image in list(self._images.values()):
             self.drop(image.record)
 
-    def candidates(self, parent: bytes) -> Sequence[Record]:
+    def candidates(self, parents: Sequence[bytes]) -> Sequence[Record]:
         """See Records."""
-        return list(self._by_parent.get(parent, {}).values())
+        return [record for parent in parents for record in self._by_parent.get(parent, {}).values()]
 
     def states(self, keys: Sequence[bytes]) -> Mapping[bytes, Record]:
         """See Records."""
@@ -262,12 +275,17 @@ class RamRecords:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`count` pages from page `first` of a prompt on: the first `count` of a record."""
+    """`count` pages from page `first` of a prompt on: those of a record after its first `skip`."""
 
     source: Records
     record: Record
     first: int
     count: int
+    skip: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
 
 
 @dataclass(frozen=True)
@@ -294,25 +312,46 @@ def walk(
     page_bytes: int,
     chain: Callable[[bytes, bytes], bytes],
 ) -> Walk:
-    """Follow a prompt's first `num_pages` pages through the records, the longest agreement first.
+    """Follow a prompt's first `num_pages` pages through the records as far as any of them go.
 
-    tokens: encoded ids. page_bytes: of a page's ids. chain(key, page): the chain value after a page. Earlier
-    sources win where two cover as much.
+    tokens: encoded ids. page_bytes: of a page's ids. chain(key, page): the chain value after a page. Records may
+    overlap: each boundary reached may begin one. Earlier sources win where two cover as much.
     """
-    found = Walk([], [root])
-    while found.num_pages < num_pages:
-        first = found.num_pages
-        best: Piece | None = None
+    keys, reach = [root], 0
+    further: list[Piece] = []  # each begins within what those before it cover, and ends behind them
+    for first in range(0, num_pages, WALK_PAGES):
+        if first > reach:
+            break
+        keys += chain_values(
+            keys[first], tokens, first, min(WALK_PAGES, num_pages - first), page_bytes, chain
+        )
+        at = {key: page for page, key in enumerate(keys[first : first + WALK_PAGES], first)}
+        starting: dict[int, list[tuple[Records, Record]]] = {}
         for source in sources:
-            for record in source.candidates(found.keys[first]):
-                count = agreed_pages(record.tokens, tokens, first, num_pages, page_bytes)
-                if count > (best.count if best else 0):
-                    best = Piece(source, record, first, count)
-        if best is None:
-            return found
-        found.pieces.append(best)
-        found.keys.extend(chain_values(found.keys[first], tokens, first, best.count, page_bytes, chain))
-    return found
+            for record in source.candidates(list(at)):
+                starting.setdefault(at[record.parent], []).append((source, record))
+        for page in sorted(starting):
+            if page > reach:
+                break
+            for source, record in starting[page]:
+                count = agreed_pages(record.tokens, tokens, page, num_pages, page_bytes)
+                if page + count > reach:
+                    further.append(Piece(source, record, page, count))
+                    reach = page + count
+    return Walk(_cover(further), keys[: reach + 1])
+
+
+def _cover(further: Sequence[Piece]) -> list[Piece]:
+    """The fewest pieces, cut so that they do not overlap. further: first and stop both ascend."""
+    chosen: list[Piece] = []
+    stop = 0
+    for at, piece in enumerate(further):
+        if at + 1 < len(further) and further[at + 1].first <= stop:
+            continue
+        skip = stop - piece.first
+        chosen.append(replace(piece, first=stop, count=piece.count - skip, skip=skip))
+        stop = piece.stop
+    return chosen
 
 
 def agreed_pages(

@@ -1,13 +1,21 @@
-"""The only module that copies between places of a tier, and later between tiers.
+"""The only module that copies between places of a tier, and between tiers.
 
 A copy has two halves: whoever calls prepares (both places are known, reserved and pinned before the call) and
 completes (the destination is entered in the books after the call). Between tensors of one device a copy is
-done, or ordered before whatever the device computes next, when the call returns.
+done, or ordered before whatever the device computes next, when the call returns; one from or to an image is done.
 """
 
 from __future__ import annotations
 
-from packhorse.store.tier import Tier
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from packhorse.store.records import Image
+from packhorse.store.tier import ComputeTier, StoreGeometry, Tier
+
+STATE = "state"
 
 
 def copy_state(source: Tier, source_slot: int, target: Tier, target_slot: int) -> None:
@@ -18,3 +26,58 @@ def copy_state(source: Tier, source_slot: int, target: Tier, target_slot: int) -
 def zero_state(tier: Tier, slot: int) -> None:
     """Make a slot the state before the first token."""
     tier.state_record(slot).zero_()
+
+
+def pages_shapes(geometry: StoreGeometry, count: int) -> dict[str, tuple[int, ...]]:
+    """The parts of an image of `count` pages: a run of pages for each full-attention layer."""
+    return {_name(layer): (count, geometry.codec.page_bytes) for layer in geometry.full_layers}
+
+
+def state_shapes(geometry: StoreGeometry) -> dict[str, tuple[int, ...]]:
+    """The part of an image of a state."""
+    return {STATE: (geometry.state_bytes,)}
+
+
+def save_pages(tier: ComputeTier, page_ids: Sequence[int], image: Image) -> None:
+    """Copy pages into an image made with `pages_shapes`."""
+    for layer in tier.geometry.full_layers:
+        place = _bytes(image, _name(layer)).view(len(page_ids), -1)
+        place.copy_(tier.pages(layer)[_index(page_ids)])
+
+
+def load_pages(image: Image, first: int, tier: ComputeTier, page_ids: Sequence[int]) -> None:
+    """Copy the image's pages from its `first` on into these pages."""
+    for layer in tier.geometry.full_layers:
+        pages = _bytes(image, _name(layer)).view(-1, tier.geometry.codec.page_bytes)
+        tier.pages(layer)[_index(page_ids)] = pages[first : first + len(page_ids)].to(tier.device)
+
+
+def save_state(tier: Tier, slot: int, image: Image) -> None:
+    """Copy a state into an image made with `state_shapes`."""
+    _bytes(image, STATE).copy_(tier.state_record(slot))
+
+
+def load_state(image: Image, tier: Tier, slot: int) -> None:
+    """Copy an image's state into a slot."""
+    tier.state_record(slot).copy_(_bytes(image, STATE))
+
+
+def fits(image: Image, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether an image has these parts, of these sizes."""
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    return all(len(image.parts.get(name, b"")) == size for name, size in sizes.items())
+
+
+def _bytes(image: Image, name: str) -> Tensor:
+    return torch.frombuffer(image.parts[name], dtype=torch.uint8)
+
+
+def _index(page_ids: Sequence[int]) -> slice | list[int]:
+    """A slice where ids are consecutive: then nothing is gathered."""
+    ids = list(page_ids)
+    consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
+    return slice(ids[0], ids[0] + len(ids)) if consecutive else ids
+
+
+def _name(layer: int) -> str:
+    return f"layers.{layer}"

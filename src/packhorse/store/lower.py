@@ -1,0 +1,517 @@
+"""The tiers below the device: host memory and disk, as one place that pages and states come back from.
+
+    device --- evicted ---> host memory (--ram)          records of the leaf that goes
+           --- closed ----> writing thread ---> disk     what a sequence has read, a slice a step
+           <-- opened ----- whichever has the longest chain, RAM first
+
+Everything but the writing of files, and their reading, happens in the engine's thread. A record is copied from
+the device in whole before anybody waits for a disk, so pages are held no longer than it takes to copy them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from packhorse.core.units import MIB, ceil_div
+from packhorse.store import transfer
+from packhorse.store.durable import DurableStore
+from packhorse.store.prefix import Entry
+from packhorse.store.records import (
+    Image,
+    Kind,
+    Piece,
+    RamRecords,
+    Record,
+    Records,
+    UnreadableError,
+    chain_values,
+    walk,
+)
+from packhorse.store.tier import ComputeTier
+
+EXTENT_BYTES = 4 * MIB
+"""Of a record of pages at most, where a page is not larger."""
+BACKLOG_BYTES = 64 * MIB
+"""Copied and not yet written at most; one larger record has room when nothing else waits."""
+BATCH_BYTES = 32 * MIB
+"""Written in one transaction."""
+READERS = 4
+READ_AHEAD = 8
+FAILURES = 3
+"""Prompts in a row whose records cannot be read, after which the tier is in trouble."""
+MIN_TOKENS = 256
+"""Shorter chains are not written to disk: to read them again takes less than to look them up."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of a prompt lies below the device, in pages.
+
+    num_pages: usable, with `state` valid there for hybrid models. pieces: what covers the part that the device
+    lacks. agreed: pages up to which there is anything, usable or not.
+    """
+
+    num_pages: int
+    pieces: list[Piece]
+    state: tuple[Records, Record] | None
+    agreed: int
+
+    @property
+    def records(self) -> list[tuple[Records, Record]]:
+        """Everything that has to be read, with where it lies."""
+        pages = [(piece.source, piece.record) for piece in self.pieces]
+        return pages if self.state is None else [*pages, self.state]
+
+
+@dataclass(eq=False)
+class KeepJob:
+    """A closed sequence's chain on its way to disk.
+
+    root: chain value it begins at. tokens: encoded, whole pages. page_ids: held by the job until they are
+    copied. entries: those whose snapshots are wanted. label: a name for people.
+    """
+
+    root: bytes
+    tokens: bytes
+    page_ids: list[int]
+    entries: list[Entry]
+    label: str = ""
+    keys: list[bytes] = field(default_factory=list)
+    next_page: int = 0
+    begun: bool = False
+
+
+class WritingThread:
+    """Runs what it is given, one after the other. `backlog`: bytes that wait."""
+
+    def __init__(self) -> None:
+        self.backlog = 0
+        self._queue: queue.SimpleQueue[tuple[int, Callable[..., Any], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return self._waiting == 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes may wait now."""
+        return not self.backlog or self.backlog + num_bytes <= BACKLOG_BYTES
+
+    def submit(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> None:
+        """To be called after everything given before."""
+        with self._changed:
+            self.backlog += num_bytes
+            self._waiting += 1
+        self._queue.put((num_bytes, function, args))
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Until `done()`; it is asked after each call that has ended."""
+        with self._changed:
+            self._changed.wait_for(done)
+
+    def close(self) -> None:
+        """End after what waits."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            num_bytes, function, args = item
+            try:
+                function(*args)
+            except Exception:  # a fault of ours must not end the thread that others wait for
+                traceback.print_exc()
+            del item, args
+            with self._changed:
+                self.backlog -= num_bytes
+                self._waiting -= 1
+                self._changed.notify_all()
+
+
+class LowerTiers:
+    """Host memory of `ram_bytes` (0: none) and a disk store (None: none) below one device tier.
+
+    chain_value: as in PrefixTree. page_bytes: of a page's encoded tokens. model: the store's number of the model.
+    release: takes pages that a job held. min_tokens: shorter chains are not written. `counters` only grow:
+    events by name, and `..._seconds`.
+    """
+
+    def __init__(
+        self,
+        tier: ComputeTier,
+        chain_value: Callable[[bytes, bytes], bytes],
+        page_bytes: int,
+        release: Callable[[Sequence[int]], None],
+        *,
+        ram_bytes: int = 0,
+        disk: DurableStore | None = None,
+        model: int = 0,
+        min_tokens: int = MIN_TOKENS,
+    ) -> None:
+        geometry = tier.geometry
+        self.counters: Counter[str] = Counter()
+        self.compute_rate = 0.0
+        self.ram = RamRecords(ram_bytes)
+        self.disk = disk
+        self._tier = tier
+        self._chain = chain_value
+        self._page_bytes = page_bytes
+        self._release = release
+        self._model = model
+        self._min_pages = ceil_div(min_tokens, geometry.page_len)
+        page = geometry.codec.page_bytes * len(geometry.full_layers)
+        self._extent_pages = max(1, EXTENT_BYTES // max(page, 1))
+        self._sources: list[Records] = [self.ram] if disk is None else [self.ram, disk]
+        self._read_rates: dict[int, float] = {}
+        self._failures = 0
+        self._jobs: deque[KeepJob] = deque()
+        self._batch: list[Image] = []
+        self._writer = WritingThread() if disk is not None else None
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, in a few words; empty while nothing is."""
+        if self._failures >= FAILURES:
+            return f"the last {self._failures} prompts found in the store could not be read from it"
+        return self.disk.trouble if self.disk is not None else ""
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes copied and not yet on disk."""
+        waiting = sum(image.record.num_bytes for image in self._batch)
+        return waiting + (self._writer.backlog if self._writer is not None else 0)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `advance` has something to do."""
+        return bool(self._jobs)
+
+    # Coming back.
+
+    def find(self, root: bytes, tokens: bytes | bytearray, num_pages: int, held: int) -> Found:
+        """The longest chain that the first `num_pages` pages of a prompt begin with. held: pages that the device
+        has."""
+        walked = walk(self._sources, root, tokens, num_pages, self._page_bytes, self._chain)
+        usable, state = walked.num_pages, None
+        if self._tier.geometry.is_hybrid:
+            usable, state = self._last_state(walked.keys)
+        pieces = [p for p in walked.pieces if p.first < usable and p.stop > held]
+        return Found(usable, pieces, state, walked.num_pages)
+
+    def worth_loading(self, found: Found, held: int) -> bool:
+        """Whether to load takes less time than to read again, as far as both have been measured."""
+        tokens = (found.num_pages - held) * self._tier.geometry.page_len
+        seconds = 0.0
+        for source, record in found.records:
+            rate = self._read_rates.get(id(source))
+            if rate is None:
+                return True
+            seconds += record.num_bytes / rate
+        return not self.compute_rate or seconds < tokens / self.compute_rate
+
+    def load(self, found: Found, held: int, page_ids: Sequence[int], slot: int) -> int:
+        """Copy what was found to the device: pages from page `held` on into `page_ids`, one id for each page of
+        the prompt, and the state into `slot`. Returns the pages that are usable now; fewer than
+        `found.num_pages` where a record was not what it should be, which is not offered again.
+        """
+        began = time.monotonic()
+        ahead: deque[Any] = deque()
+        waiting = deque(found.records)
+        usable = held
+        for at in range(len(found.records)):
+            while waiting and len(ahead) < READ_AHEAD:
+                source, record = waiting.popleft()
+                ahead.append(self._readers.submit(source.read, record))
+            source, record = found.records[at]
+            try:
+                image = ahead.popleft().result()
+                self._place(found, at, image, held, page_ids, slot)
+            except UnreadableError as error:
+                for future in ahead:
+                    future.cancel()
+                self._lose(source, record, error.reason)
+                return usable if not self._tier.geometry.is_hybrid else held
+            if at < len(found.pieces):
+                piece = found.pieces[at]
+                usable = min(piece.stop, found.num_pages)
+        self._failures = 0
+        self._count_load(found, held, time.monotonic() - began)
+        return found.num_pages
+
+    def _place(
+        self, found: Found, at: int, image: Image, held: int, page_ids: Sequence[int], slot: int
+    ) -> None:
+        geometry = self._tier.geometry
+        if at == len(found.pieces):
+            if not transfer.fits(image, transfer.state_shapes(geometry)):
+                raise UnreadableError("shape")
+            transfer.load_state(image, self._tier, slot)
+            return
+        piece = found.pieces[at]
+        if not transfer.fits(
+            image, transfer.pages_shapes(geometry, len(piece.record.tokens) // self._page_bytes)
+        ):
+            raise UnreadableError("shape")
+        first = max(piece.first, held)
+        stop = min(piece.stop, found.num_pages)
+        transfer.load_pages(image, piece.skip + first - piece.first, self._tier, page_ids[first:stop])
+
+    def _last_state(self, keys: Sequence[bytes]) -> tuple[int, tuple[Records, Record] | None]:
+        """The last boundary at which there is a state, in pages, and that state."""
+        for stop in range(len(keys), 1, -256):
+            some = keys[max(1, stop - 256) : stop]
+            held = [(source, source.states(some)) for source in self._sources]
+            for page in range(stop - 1, stop - 1 - len(some), -1):
+                for source, states in held:
+                    if keys[page] in states:
+                        return page, (source, states[keys[page]])
+        return 0, None
+
+    def _lose(self, source: Records, record: Record, reason: str) -> None:
+        self.counters[f"miss_{reason}"] += 1
+        self._failures += 1
+        if source is self.disk and self._writer is not None:
+            self.disk.mark_gone(record)
+            self._writer.submit(0, self.disk.drop, record, reason)
+        elif self.ram.has(record):
+            self.ram.drop(record)
+
+    def _count_load(self, found: Found, held: int, seconds: float) -> None:
+        disk = [record for source, record in found.records if source is self.disk]
+        ram = [record for source, record in found.records if source is self.ram]
+        self.counters["hits"] += 1
+        self.counters["hits_disk" if disk else "hits_ram"] += 1
+        self.counters["restored_tokens"] += (found.num_pages - held) * self._tier.geometry.page_len
+        self.counters["restore_microseconds"] += round(seconds * 1e6)
+        for source, records in ((self.disk, disk), (self.ram, ram)):
+            num_bytes = sum(record.num_bytes for record in records)
+            self.counters["restored_disk_bytes" if source is self.disk else "restored_ram_bytes"] += num_bytes
+            only = not (disk and ram)
+            if records and only and seconds > 0:
+                rate = num_bytes / seconds
+                before = self._read_rates.get(id(source), rate)
+                self._read_rates[id(source)] = 0.5 * before + 0.5 * rate
+        for record in ram:
+            self.ram.has(record)
+        if disk and self._writer is not None and self.disk is not None:
+            self._writer.submit(0, self.disk.touch, disk)
+
+    def note_compute(self, tokens: int, seconds: float) -> None:
+        """So many prompt tokens took so long to read."""
+        if seconds > 0:
+            rate = tokens / seconds
+            self.compute_rate = rate if not self.compute_rate else 0.8 * self.compute_rate + 0.2 * rate
+
+    # Going down.
+
+    def demote(self, entry: Entry) -> None:
+        """An entry is about to leave the device: keep its pages and snapshot in host memory, if there is any."""
+        if not self.ram.capacity:
+            return
+        assert entry.parent is not None
+        self._demote_pages(entry, entry.parent.key)
+        if entry.snapshot is not None:
+            self._demote_state(entry)
+
+    def _demote_pages(self, entry: Entry, key: bytes) -> None:
+        page_len = self._tier.geometry.page_len
+        first = 0
+        while first < len(entry.page_ids):
+            count = self._extent(entry.start // page_len + first, len(entry.page_ids) - first)
+            tokens = entry.tokens[first * self._page_bytes : (first + count) * self._page_bytes]
+            stop_key = list(chain_values(key, tokens, 0, count, self._page_bytes, self._chain))[-1]
+            start = entry.start + first * page_len
+            record = Record(Kind.PAGES, key, stop_key, start, start + count * page_len, tokens)
+            shapes = transfer.pages_shapes(self._tier.geometry, count)
+            if not self.ram.has(record) and self.ram.make_room(Image.size(record, shapes)):
+                image = Image.make(record, shapes)
+                transfer.save_pages(self._tier, entry.page_ids[first : first + count], image)
+                self.ram.put(image)
+                self.counters["demoted_bytes"] += image.record.num_bytes
+            key, first = stop_key, first + count
+
+    def _demote_state(self, entry: Entry) -> None:
+        assert entry.snapshot is not None
+        record = Record(Kind.STATE, entry.key, entry.key, entry.stop, entry.stop, b"")
+        shapes = transfer.state_shapes(self._tier.geometry)
+        if not self.ram.has(record) and self.ram.make_room(Image.size(record, shapes)):
+            image = Image.make(record, shapes)
+            transfer.save_state(self._tier, entry.snapshot, image)
+            self.ram.put(image)
+            self.counters["demoted_bytes"] += image.record.num_bytes
+
+    def keep(self, job: KeepJob) -> bool:
+        """Take a chain to be written; its pages are given back through `release`. False: it is not worth it."""
+        if self.disk is None:
+            return False
+        if len(job.page_ids) < self._min_pages:
+            self.counters["skipped_short"] += 1
+            return False
+        self._jobs.append(job)
+        return True
+
+    def advance(self, num_bytes: int, *, wait: bool = False) -> None:
+        """Copy about so many bytes from the device for the writing thread. wait: for it, where it is behind."""
+        while self._jobs and num_bytes > 0:
+            job, writer = self._jobs[0], self._writer
+            assert writer is not None
+            if not job.begun:
+                # What an earlier job writes is found only when it is there.
+                self._flush_batch()
+                if not writer.idle and not wait:
+                    return
+                writer.wait(lambda writer=writer: writer.idle)  # type: ignore[misc]
+                if not self._begin(job):
+                    self._finish(job, written=False)
+                    continue
+            size = self._next_size(job)
+            if not writer.has_room(self._batched_bytes + size):
+                self._flush_batch()
+                if not wait:
+                    return
+                writer.wait(lambda writer=writer, size=size: writer.has_room(size))  # type: ignore[misc]
+            num_bytes -= self._copy_next(job)
+
+    def flush(self) -> None:
+        """Write everything that waits; when this returns it is durable, or has failed and was counted."""
+        self.advance(1 << 62, wait=True)
+        self._flush_batch()
+        if self._writer is not None:
+            writer = self._writer
+            writer.wait(lambda: writer.idle)
+
+    def close(self) -> None:
+        """Write what waits, and let go of everything."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+        self._readers.shutdown()
+        self.ram.clear()
+        if self.disk is not None:
+            self.disk.close()
+
+    @property
+    def _batched_bytes(self) -> int:
+        return sum(image.record.num_bytes for image in self._batch)
+
+    def _begin(self, job: KeepJob) -> bool:
+        """Find what of the chain is there already. False: the rest is more than the store may hold."""
+        assert self.disk is not None and self._writer is not None
+        job.begun = True
+        num_pages = len(job.page_ids)
+        walked = walk([self.disk], job.root, job.tokens, num_pages, self._page_bytes, self._chain)
+        self._writer.submit(0, self.disk.touch, [piece.record for piece in walked.pieces])
+        job.next_page = walked.num_pages
+        rest = chain_values(
+            walked.keys[-1],
+            job.tokens,
+            job.next_page,
+            num_pages - job.next_page,
+            self._page_bytes,
+            self._chain,
+        )
+        job.keys = [*walked.keys, *rest]
+        there = self.disk.states([entry.key for entry in job.entries])
+        job.entries = [entry for entry in job.entries if entry.key not in there]
+        geometry = self._tier.geometry
+        page = geometry.codec.page_bytes * len(geometry.full_layers)
+        size = (num_pages - job.next_page) * page + len(job.entries) * geometry.state_bytes
+        if size > self.disk.room():
+            self.counters["skipped_large"] += 1
+            return False
+        return True
+
+    def _next_size(self, job: KeepJob) -> int:
+        """Bytes of the job's next record, about."""
+        geometry = self._tier.geometry
+        if job.next_page < len(job.page_ids):
+            page = geometry.codec.page_bytes * len(geometry.full_layers)
+            return self._extent(job.next_page, len(job.page_ids) - job.next_page) * page
+        return geometry.state_bytes if job.entries else 0
+
+    def _copy_next(self, job: KeepJob) -> int:
+        """Copy the job's next record, or end the job; bytes copied."""
+        geometry, page_len = self._tier.geometry, self._tier.geometry.page_len
+        image: Image | None = None
+        if job.next_page < len(job.page_ids):
+            first, count = job.next_page, self._extent(job.next_page, len(job.page_ids) - job.next_page)
+            tokens = job.tokens[first * self._page_bytes : (first + count) * self._page_bytes]
+            keys = job.keys[first], job.keys[first + count]
+            record = Record(Kind.PAGES, *keys, first * page_len, (first + count) * page_len, tokens)
+            image = Image.make(record, transfer.pages_shapes(geometry, count))
+            transfer.save_pages(self._tier, job.page_ids[first : first + count], image)
+            job.next_page += count
+        elif job.entries:
+            entry = job.entries.pop(0)
+            if entry.alive and entry.snapshot is not None:
+                record = Record(Kind.STATE, entry.key, entry.key, entry.stop, entry.stop, b"")
+                image = Image.make(record, transfer.state_shapes(geometry))
+                transfer.save_state(self._tier, entry.snapshot, image)
+        else:
+            self._finish(job, written=True)
+        if image is None:
+            return 0
+        self._batch.append(image)
+        if self._batched_bytes >= BATCH_BYTES:
+            self._flush_batch()
+        return image.record.num_bytes
+
+    def _flush_batch(self) -> None:
+        if self._batch and self._writer is not None and self.disk is not None:
+            self._writer.submit(self._batched_bytes, self.disk.write, self._model, self._batch)
+            self._batch = []
+
+    def _finish(self, job: KeepJob, *, written: bool) -> None:
+        assert self.disk is not None and self._writer is not None
+        self._flush_batch()
+        if written:
+            note = (self._model, job.root, job.keys[-1], job.tokens, job.label)
+            self._writer.submit(0, self.disk.note_prefix, *note)
+            self._writer.submit(0, self._check_found, job.root, job.tokens, len(job.page_ids))
+        self._jobs.popleft()
+        self._release(job.page_ids)
+
+    def _check_found(self, root: bytes, tokens: bytes, num_pages: int) -> None:
+        """What was just written is found again, or something is wrong that nobody would notice."""
+        assert self.disk is not None
+        if self.disk.trouble:
+            return
+        found = walk([self.disk], root, tokens, num_pages, self._page_bytes, self._chain)
+        if found.num_pages < num_pages:
+            self.counters["not_found_again"] += 1
+            self.disk.trouble = f"of {num_pages} pages just written {found.num_pages} are found"
+
+    def _extent(self, first: int, left: int) -> int:
+        """Pages of a record that begins with page `first` of its chain: up to the next absolute boundary."""
+        return min(left, self._extent_pages - first % self._extent_pages)
+
+    @property
+    def figures(self) -> Mapping[str, int]:
+        """Counters of both tiers, and what they hold now, by name."""
+        found = {
+            "ram_bytes": self.ram.used,
+            "ram_capacity_bytes": self.ram.capacity,
+            "ram_evicted_records": self.ram.evicted,
+            "backlog_bytes": self.backlog_bytes,
+            **self.counters,
+        }
+        if self.disk is not None:
+            found |= {f"disk_{name}": value for name, value in self.disk.counters.items()}
+            found |= {f"disk_{name}": value for name, value in self.disk.usage().items()}
+            found["disk_quota_bytes"] = self.disk.quota
+        return found

@@ -1,0 +1,291 @@
+"""Host memory and disk below the device, over a stand-in for a model: what comes back is what was there.
+
+Everything that `store_model` reads is compared with what the tokens alone say must be there.
+"""
+
+import errno
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import store_model as model
+from packhorse.core.units import MIB
+from packhorse.store import lower
+from packhorse.store.durable import DurableStore, FileSystem
+from packhorse.store.kv import KVStore
+
+KINDS = {"dense": {}, "hybrid": {"hybrid": True}, "exact": {"hybrid": True, "exact": True}}
+SEED = b"of this model"
+
+
+class NoSync(FileSystem):
+    """Does not wait for a disk."""
+
+    def fsync(self, fd):
+        pass
+
+
+def make(
+    folder: Path | None, kind: str = "dense", *, ram: int = 0, seed: bytes = SEED, files=None, **settings
+):
+    """A store as a process that starts makes it."""
+    disk = model_number = None
+    if folder is not None:
+        disk = DurableStore(folder, quota=64 * MIB, reserve=0, files=files or NoSync())
+        disk._writer.execute("PRAGMA synchronous = OFF")  # no machine fails here, and time is short
+        model_number = disk.add_model(seed, {"name": "stand-in"})
+        settings |= {"secret": disk.secret}
+    store = model.make_store(seed=seed, **(KINDS[kind] | settings))
+    store.add_tiers(ram_bytes=ram, disk=disk, model=model_number or 0, min_tokens=1)
+    return store
+
+
+def flush(store: KVStore) -> None:
+    store.lower.flush()
+    model.check(store)
+
+
+def run(store: KVStore, prompt, generated=(), **options) -> int:
+    """As model.run, with the write behind it ended; how many tokens were reused."""
+    prompt = list(prompt)
+    sequence = store.open(prompt, len(prompt) + len(generated), **options)
+    model.prefill(store, sequence)
+    for token in generated:
+        model.run_step(store, [(sequence, [token])])
+    store.close(sequence)
+    flush(store)
+    return sequence.cached_len
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return Random(seed).choices(range(200), k=length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_residue_comes_back_in_a_new_process(tmp_path, kind):
+    for length in range(1, 14):
+        prompt = tokens(length, seed=length)
+        store = make(tmp_path / "s", kind)
+        assert run(store, prompt, [7, 8]) == 0
+        store.close_tiers()
+        store = make(tmp_path / "s", kind)
+        last = (length - 1) // 4 * 4
+        assert run(store, prompt) == last
+        assert run(store, [*prompt, 7, 8, 9]) >= last
+        store.close_tiers()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_forks_and_edits(tmp_path, kind, where):
+    """What agrees is reused to the last snapshot before the fork, the second time to the fork itself."""
+    options = {"ram": MIB} if where == "ram" else {}
+    folder = tmp_path / "s" if where == "disk" else None
+    store = make(folder, kind, num_pages=40, **options)
+    base = tokens(40)
+    run(store, base, marks=[24])
+    edited = [*base[:33], 999, *base[34:]]
+
+    def leave():
+        nonlocal store
+        if where == "ram":
+            while store._evict_leaf():
+                pass
+            assert store.stats.entries == 0
+        else:
+            store.close_tiers()
+            store = make(folder, kind, num_pages=40)
+
+    leave()
+    assert run(store, edited) == (32 if kind == "dense" else 24)
+    leave()
+    assert run(store, edited) == 36
+    leave()
+    assert run(store, [*base[:33], 5, 5, 5]) == 32, "the fork has a snapshot now"
+    leave()
+    assert run(store, base) == 36
+    assert store.lower.counters["hits"] >= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ram", [MIB, 120_000])
+def test_demoted_and_promoted(kind, ram):
+    """Evicted prompts come back from host memory; beyond its size the oldest are lost."""
+    store = make(None, kind, ram=ram, num_pages=12)
+    prompts = [tokens(40, seed) for seed in range(6)]
+    for prompt in prompts:
+        assert run(store, prompt) == 0
+    back = sum(run(store, prompt) >= 32 for prompt in prompts)
+    assert store.lower.ram.used <= ram
+    if ram == MIB:
+        assert back == 6 and store.lower.counters["hits_ram"] >= 5
+    else:
+        assert store.lower.ram.evicted > 0
+    store.clear()
+    assert store.lower.ram.used == 0
+    assert run(store, prompts[-1]) == 0
+
+
+def test_identities_do_not_meet(tmp_path):
+    """Another seed (weights, tokenizer, rope, codec), tenant or secret: nothing is found."""
+    folder, prompt = tmp_path / "s", tokens(40)
+    store = make(folder)
+    run(store, prompt, tenant=b"alice")
+    assert run(store, prompt, tenant=b"bob") == 0
+    store.close_tiers()
+    store = make(folder, seed=b"of another model")
+    assert run(store, prompt, tenant=b"alice") == 0
+    store.close_tiers()
+    store = make(folder)
+    assert run(store, prompt) == 0
+    assert run(store, prompt, tenant=b"alice") == 36
+    store.close_tiers()
+    (folder / "secret").write_bytes(bytes(32))
+    assert run(make(folder), prompt, tenant=b"alice") == 0
+
+
+def test_nothing_is_kept_of_what_must_not_be(tmp_path):
+    folder, prompt = tmp_path / "s", tokens(40)
+    store = make(folder, "hybrid", ram=MIB, num_pages=30)
+    assert run(store, prompt, [1, 2, 3, 4, 5], keep=False) == 0
+    assert store.stats.entries == 0 and store.lower.disk.usage()["records"] == 0
+    run(store, prompt)
+    held = store.lower.disk.usage()["records"]
+    assert run(store, [*prompt, *prompt], keep=False) == 40
+    assert store.lower.disk.usage()["records"] == held
+
+
+def test_too_short_is_not_written(tmp_path):
+    store = make(tmp_path / "s")
+    store.lower._min_pages = 11
+    run(store, tokens(40))
+    assert store.lower.counters["skipped_short"] == 1 and store.lower.disk.usage()["records"] == 0
+
+
+def test_what_is_slower_to_load_is_read_again(tmp_path):
+    store = make(tmp_path / "s")
+    run(store, tokens(40))
+    store.close_tiers()
+    store = make(tmp_path / "s")
+    store.lower.note_compute(10**9, 1.0)
+    assert run(store, tokens(40)) == 36, "what has not been measured is loaded"
+    store.clear()
+    assert run(store, tokens(40)) == 0 and store.lower.counters["miss_slower"] == 1
+
+
+def test_more_than_the_quota_is_not_begun(tmp_path, monkeypatch):
+    store = make(tmp_path / "s", num_pages=200)
+    monkeypatch.setattr(store.lower.disk, "room", lambda: 1000)
+    run(store, tokens(400))
+    assert store.lower.counters["skipped_large"] == 1 and store.lower.disk.usage()["records"] == 0
+
+
+class Broken(NoSync):
+    """Flips a bit of every read while `flip`, and fails every write while `fail`."""
+
+    flip = False
+    fail = 0
+
+    def read(self, fd, buffer, offset):
+        count = super().read(fd, buffer, offset)
+        if self.flip:
+            buffer[count // 2] ^= 4
+        return count
+
+    def write(self, fd, data):
+        if self.fail:
+            raise OSError(self.fail, os.strerror(self.fail))
+        return super().write(fd, data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_a_miss_and_then_trouble(tmp_path, kind):
+    store = make(tmp_path / "s", kind, num_pages=40)
+    for seed in range(4):
+        run(store, tokens(40, seed))
+    store.close_tiers()
+    files = Broken()
+    store = make(tmp_path / "s", kind, num_pages=40, files=files)
+    files.flip = True
+    for seed in range(4):
+        assert store.lower.trouble == "" or seed >= lower.FAILURES
+        assert run(store, tokens(40, seed)) == 0
+    assert store.lower.counters["miss_checksum"] >= 4 and store.lower.counters["hits"] == 0
+    assert "could not be read" in store.lower.trouble
+    files.flip = False
+    store.clear()
+    assert run(store, tokens(40, 0)) == 36, "it was written again"
+    assert store.lower.trouble == ""
+
+
+def test_a_disk_that_fails_loses_no_request(tmp_path):
+    files = Broken()
+    store = make(tmp_path / "s", files=files)
+    files.fail = errno.ENOSPC
+    assert run(store, tokens(40)) == 0
+    assert "No space left" in store.lower.trouble
+    assert run(store, tokens(40)) == 36, "the device has it"
+    files.fail = 0
+    run(store, tokens(40))
+    assert store.lower.trouble == ""
+    store.close_tiers()
+    assert run(make(tmp_path / "s"), tokens(40)) == 36
+
+
+def test_pages_wait_for_no_disk(tmp_path):
+    """A sequence that needs pages which wait to be written gets them: they are copied first."""
+    store = make(tmp_path / "s", num_pages=12)
+    for seed in range(5):
+        prompt = tokens(44, seed)
+        sequence = store.open(prompt, 45)
+        assert sequence is not None
+        model.prefill(store, sequence)
+        store.close(sequence)
+        assert store.lower.is_behind
+    flush(store)
+    store.close_tiers()
+    store = make(tmp_path / "s", num_pages=12)
+    for seed in range(5):
+        assert run(store, tokens(44, seed)) == 40
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_walk_over_all_tiers(tmp_path, kind, seed):
+    """Random prompts that go on from and leave earlier ones, restarts, damage: never a wrong byte."""
+    random = Random(seed)
+    folder = tmp_path / "s"
+    sizes = {"num_pages": random.choice([10, 16]), "snapshots": random.choice([2, 4]), "ram": 60_000}
+    store, prompts, reused, restarts = make(folder, kind, **sizes), [[0]], 0, 0
+    for _ in range(120):
+        earlier = random.choice(prompts)
+        prompt = earlier[: random.randrange(len(earlier) + 1)] + random.choices(
+            [0, 1], k=random.randint(1, 8)
+        )
+        prompt = prompt[:30]
+        marks = random.sample(range(1, len(prompt) + 1), k=random.randrange(2))
+        answer = random.choices([0, 1], k=random.randrange(6))
+        sequence = store.open(prompt, len(prompt) + len(answer), marks, keep=random.random() < 0.95)
+        model.prefill(store, sequence, random.choice([100, 5, 1]))
+        for token in answer:
+            model.run_step(store, [(sequence, [token])])
+            store.lower.advance(random.choice([0, 1 << 20]))
+        store.close(sequence, keep=random.random() < 0.95)
+        prompts = [*prompts[-10:], sequence.token_ids]
+        reused += sequence.cached_len
+        flush(store)
+        if random.random() < 0.1:
+            store.close_tiers()
+            restarts += 1
+            if random.random() < 0.4:
+                path = random.choice([*folder.glob("models/*/*"), None])
+                if path is not None:
+                    data = bytearray(path.read_bytes())
+                    data[random.randrange(len(data))] ^= 16
+                    path.write_bytes(data)
+            store = make(folder, kind, **sizes)
+    assert reused > 400 and restarts > 3
+    store.close_tiers()
+    model.check_all_free(store)
