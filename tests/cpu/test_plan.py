@@ -259,11 +259,12 @@ def test_the_four_machines():
 def test_a_machine_without_a_card_is_planned_as_the_engine_sizes_it():
     for name in ("qwen3.5-0.8b", "qwen3-30b-a3b", "qwen2.5-32b"):
         facts = known_model(name)
-        for dtype, sequences in (("bf16", 1), ("fp32", 3)):
-            config = EngineConfig(context=8192, sequences=sequences, dtype=dtype)
+        for dtype, kv, sequences in (("bf16", "bf16", 1), ("fp32", "fp32", 3), ("fp16", "k4v4", 2)):
+            stored = "auto" if kv == dtype else kv
+            config = EngineConfig(context=8192, sequences=sequences, dtype=dtype, kv=stored)
             sizes = size_engine(facts, config, dtype, 2000 * GIB)
             host = place(Footprint(facts, recipe(dtype), 0), with_caps(this_machine(Path.home()), **NO_CAPS),
-                         Job(8192, sequences, dtype)).tiers["host"].items  # fmt: skip
+                         Job(8192, sequences, kv)).tiers["host"].items  # fmt: skip
             others = ("process", "kv", "states", "workspace", "logits_and_sampler")
             assert sum(size for kind, size in host.items() if kind not in others) == sizes.weight_bytes
             assert host["kv"] == sizes.kv_bytes and host.get("states", 0) == sizes.state_bytes

@@ -18,17 +18,11 @@ from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
 from packhorse.plan import account
 
-LEFT_ALONE = 512 * MIB
-"""Memory not planned: the interpreter, libraries, allocator slack."""
+LEFT_ALONE = account.PROCESS_BYTES
 SCORES_BYTES = 256 * MIB
 """What attention's scores may take at once on a card, where the reference kernel writes them out."""
 SCORES_COPIES = 4
 """Tensors of their size that live at once there: scores, mask, shifted, exponentials."""
-
-SEGMENT_LEN = 8192
-"""Keys that attention reads at once at most, as in store.kv."""
-DECODE_COPIES = 5
-"""fp32 tensors of a segment's K that live at once while K and V are decoded: K, codes, values, two of bytes."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +193,7 @@ def _state_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
     if facts.delta is None:
         return 0
     states = 2 * config.sequences + config.snapshots
-    pending = 0
-    if config.exact:
-        values = facts.delta.conv_dim + 2 * facts.delta.num_v_heads
-        pending = 4 * config.sequences * facts.num_linear_layers * config.page_len * values
+    pending = account.pending_bytes(facts, config.sequences, config.page_len) if config.exact else 0
     return states * account.snapshot_bytes(facts, dtype) + pending
 
 
@@ -212,14 +203,9 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig, *, decodes: bool) 
     decodes: K and V of a segment are decoded before attention reads them.
     """
     rows = max(EXACT_ROWS, config.chunk_len + config.sequences)
-    widths = [2 * facts.intermediate_size, 3 * facts.num_heads * facts.head_dim, 4 * facts.hidden_size]
-    if facts.moe is not None:
-        widths.append(facts.moe.top_k * (facts.hidden_size + 2 * facts.moe.expert_dim))
-    if facts.delta is not None:
-        widths.append(4 * facts.delta.conv_dim + 2 * facts.delta.value_dim)
-    activations = 4 * rows * 2 * max(widths) + 3 * 4 * config.sequences * facts.vocab_size
+    activations = account.activation_bytes(facts, rows) + account.logits_bytes(facts, config.sequences)
     if decodes:
-        activations += DECODE_COPIES * 4 * SEGMENT_LEN * facts.num_kv_heads * facts.head_dim
+        activations += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
     segment_len = _segment_len(facts, config)
     if segment_len is None:
         return activations
@@ -234,4 +220,4 @@ def _segment_len(facts: ModelFacts, config: EngineConfig) -> int | None:
     if config.device == "cpu":
         return None
     fit = SCORES_BYTES // (SCORES_COPIES * 4 * facts.num_heads * config.chunk_len)
-    return max(1, min(fit, SEGMENT_LEN) // config.page_len) * config.page_len
+    return max(1, min(fit, account.SEGMENT_LEN) // config.page_len) * config.page_len

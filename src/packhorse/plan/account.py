@@ -17,6 +17,10 @@ from packhorse.facts.weights import draft_groups, param_groups
 
 FRAME_BYTES = 16 * MIB
 """What expert slots and KV pages of a card are cut from."""
+SEGMENT_LEN = 8192
+"""Keys that attention reads at once at most, as in store.kv."""
+DECODE_COPIES = 5
+"""fp32 tensors of a segment's K that live at once while K and V are decoded: K, codes, values, two of bytes."""
 PROCESS_BYTES = 512 * MIB
 """Memory that is not planned: the interpreter, libraries, allocator slack."""
 PINNED_RING_BYTES = 64 * MIB
@@ -107,6 +111,11 @@ def activation_bytes(facts: ModelFacts, num_rows: int) -> int:
     if facts.delta is not None:
         widths.append(4 * facts.delta.conv_dim + 2 * facts.delta.value_dim)
     return 4 * num_rows * 2 * max(widths)
+
+
+def kv_decode_bytes(facts: ModelFacts, segment_len: int) -> int:
+    """What decoding a segment of coded K and V takes where the kernel does not do it itself."""
+    return DECODE_COPIES * 4 * segment_len * facts.num_kv_heads * facts.head_dim
 
 
 def logits_bytes(facts: ModelFacts, sequences: int) -> int:

@@ -301,6 +301,8 @@ def _place_host(footprint: Footprint, machine: Machine, job: Job) -> Placement:
     items["kv"] = account.kv_bytes(facts, job.kv, job.sequences * job.context, PAGE_LEN)
     items["states"] = (2 * job.sequences + HOST_SNAPSHOTS) * account.snapshot_bytes(facts, dtype)
     items["workspace"] = account.activation_bytes(facts, HOST_CHUNK_LEN + job.sequences)
+    if job.kv != dtype:
+        items["workspace"] += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
     items["logits_and_sampler"] = account.logits_bytes(facts, job.sequences)
     host = Tier(machine.ram_bytes, {key: size for key, size in items.items() if size})
     disk, disk_document = _disk(footprint, machine, job)

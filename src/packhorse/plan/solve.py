@@ -13,6 +13,7 @@ from packhorse.core.units import GIB, format_bytes
 from packhorse.facts.known import known_model
 from packhorse.facts.machine import Machine, with_caps
 from packhorse.facts.model import ModelFacts
+from packhorse.facts.packed import packed_matrices
 from packhorse.facts.recipes import Recipe, recipe
 from packhorse.facts.weights import body_params
 from packhorse.plan.place import Footprint, Job, Placement, place
@@ -239,7 +240,7 @@ def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
         found.append(f"{footprint.num_cards} cards")
     if footprint.recipe.is_packed:
         found.append(f"the recipe {footprint.recipe.name}")
-    if job.kv != footprint.recipe.dtype:
+    if footprint.num_cards and job.kv != footprint.recipe.dtype:
         found.append(f"the KV codec {job.kv}")
     if placement.kept < placement.num_units:
         found.append(f"{footprint.mover} outside the card")
@@ -268,6 +269,8 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
         cap = where.tiers[tier].cap_bytes
         if wish is not None and wish > cap > 0:
             yield f"{name} asks for {format_bytes(wish)}, and a process can have {format_bytes(cap)}."
+    if plan.recipe.is_packed and any(True for _ in packed_matrices(facts)):
+        yield f"The files hold packed weights; planned is the recipe {plan.recipe.name}, not their own packing."
     if wishes.context is None:
         yield f"The context was not asked for: planned for {job.context:,} of {facts.context:,} tokens."
     if not plan.fits:
