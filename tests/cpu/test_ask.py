@@ -62,6 +62,8 @@ def test_the_answer_alone_is_on_standard_output(family, capsys, tmp_path):
     captured = capsys.readouterr()
     assert captured.out == greedy_text(family, prompt, 12) + "\n"
     lines = captured.err.splitlines()
+    assert "computes in fp32 on cpu; 1 thread" in lines
+    assert lines[-3].startswith("planned") and lines[-3].endswith("for 1,024 tokens in pages of 64")
     assert lines[-2] == "The answer was cut after 12 tokens: a larger --max-tokens lets it end."
     found = LAST_LINE.fullmatch(lines[-1])
     assert found is not None
@@ -230,11 +232,11 @@ def test_pages_without_text_are_listed(monkeypatch, capsys, tmp_path):
         (["--temperature", "nan", "x"], 2, "temperature is nan"),
         (["--temperature", "-1", "x"], 2, "temperature is -1"),
         (["--temperature", "hot", "x"], 2, "--temperature"),
-        (["--top-p", "0", "x"], 2, "top_p is 0"),
-        (["--top-k", "-1", "x"], 2, "top_k is -1"),
-        (["--min-p", "2", "x"], 2, "min_p is 2"),
-        (["--max-tokens", "0", "x"], 2, "max_tokens is 0"),
-        (["--max-tokens", "9999", "x"], 3, "max_tokens 9,999"),
+        (["--top-p", "0", "x"], 2, "--top-p is 0"),
+        (["--top-k", "-1", "x"], 2, "--top-k is -1"),
+        (["--min-p", "2", "x"], 2, "--min-p is 2"),
+        (["--max-tokens", "0", "x"], 2, "--max-tokens is 0"),
+        (["--max-tokens", "9999", "x"], 3, "--max-tokens 9,999 leave no room"),
         (["--context", "0", "x"], 2, "context is 0"),
         (["--context", "9999", "x"], 3, "9,999 tokens was asked for, and the model's window is 8,192"),
         (["--threads", "0", "x"], 2, "threads is 0"),
@@ -270,7 +272,7 @@ def test_bad_options(capsys, args, code, words):
     [
         ("empty.txt", b"", "is empty"),
         ("latin.txt", "Größe".encode("latin-1"), "not valid UTF-8: byte 2"),
-        ("zeros.txt", b"a\0b", "zero byte"),
+        ("zeros.txt", b"a\0b", "looks like a binary file"),
         ("broken.pdf", b"%PDF-1.7 nothing", "cannot be read as a PDF"),
     ],
 )
@@ -308,7 +310,11 @@ def test_prompt_about_as_long_as_the_window(capsys, over):
         assert f"read {length} tokens" in captured.err.splitlines()[-1]
         assert "cut after 1 tokens: the window of 1024 tokens is full." in captured.err
         assert ask("--max-tokens", 2, question) == 3
-        assert "make 1,025 tokens; the window holds 1,024" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "and --max-tokens 2 make 1,025 tokens; the window holds 1,024" in error
+        assert (
+            "--max-tokens of at most 1, or shorten the prompt, or raise the context to at most 8,192" in error
+        )
     else:
         assert code == 3
         assert captured.out == ""

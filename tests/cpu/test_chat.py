@@ -43,6 +43,8 @@ def test_a_second_turn_reads_only_what_is_new(monkeypatch, capsys, tmp_path, fam
     assert first[1] == 0
     new = plain_prompt(("user", "Are you sure?"))
     assert second[0] == first[0] + len(byte_tokenizer().encode(f"{ANSWER}<|im_end|>\n{new}").ids)
+    said = f"Of the prompt's {second[0]} tokens {second[1]} were kept from before, {second[0] - second[1]} were read."
+    assert said in captured.err.splitlines() and captured.err.count("were kept") == 1
     # All of the first turn but what lies behind the last page boundary, its answer included.
     assert second[1] == (first[0] + len(ANSWER) + 1) // 64 * 64 > first[1]
 
@@ -83,9 +85,9 @@ def test_stats_and_help(monkeypatch, capsys):
     (first, second), reused = [read for read, _ in figures(error)], figures(error)[1][1]
     held = second + len(ANSWER) + 1
     assert (
-        f"holds {held} of 1024 tokens. Since the start {first + second} tokens were read in 2 turns" in error
-    )
-    assert f"turns, {reused} of them reused. KV pages: {held // 64} kept" in error
+        f"holds {held} of 1024 tokens. Since the start the prompts of 2 turns had {first + second} tokens: "
+        f"{reused} were kept from before, {first + second - reused} were read. KV pages: {held // 64} kept"
+    ) in error
 
 
 @pytest.mark.parametrize(

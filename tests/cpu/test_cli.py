@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from packhorse import __version__
 from packhorse.cli import main as cli
+from packhorse.cli.common import as_typed
 from packhorse.core.errors import (
     DoesNotFitError,
     NetworkError,
@@ -92,6 +94,12 @@ def test_interrupt(monkeypatch, capsys):
     command_raising(monkeypatch, KeyboardInterrupt())
     assert cli.run(["boom"]) == 130
     assert capsys.readouterr().out == ""
+    assert cli.run(["boom", "--json"]) == 130
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {
+        "error": {"kind": "interrupted", "reason": "Interrupted.", "hint": ""}
+    }
+    assert captured.err == "Interrupted.\n"
 
 
 def test_faults_of_ours_keep_their_traceback(monkeypatch):
@@ -186,6 +194,25 @@ def test_no_torch(model, args):
     assert run_python(code).stderr.endswith("0 []\n")
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "code", "words"),
+    [
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, [], 4, "MambaForCausalLM"),
+        ({}, ["--max-tokens", "2048"], 3, "--max-tokens 2,048 leave no room"),
+        ({}, ["--context", "4096"], 3, "the model's window is 2,048"),
+    ],
+)
+def test_what_headers_rule_out_is_refused_before_torch(model, change, options, code, words):
+    (model / "config.json").write_text(json.dumps(LLAMA | change))
+    for args in (["ask", str(model), *options, "Why?"], ["chat", str(model), *options]):
+        run = (
+            f"import sys; from packhorse.cli.main import run; code = run({args!r});"
+            "print(code, sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+        )
+        said = run_python(run).stderr
+        assert said.endswith(f"{code} []\n") and words in said
+
+
 def test_reader_that_goes_away():
     code = (
         "import sys; from packhorse.cli.main import COMMANDS, Entry, main; import types;"
@@ -199,7 +226,21 @@ def test_reader_that_goes_away():
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait() == 1
+    assert process.wait() == 141
+
+
+def test_other_exits_stay(monkeypatch):
+    command_raising(monkeypatch, SystemExit(7))
+    with pytest.raises(SystemExit, match="7"):
+        cli.run(["boom"])
+
+
+def test_errors_name_what_was_typed():
+    text = "Give max_tokens at most 9, or top_p. /data/max_tokens/top_p stays, and so does max_tokens_x."
+    assert as_typed(text, ["ask", "max_tokens", "top_p"]) == text
+    assert as_typed(text, ["ask", "--max-tokens=3", "--seed", "1"]) == (
+        "Give --max-tokens at most 9, or top_p. /data/max_tokens/top_p stays, and so does max_tokens_x."
+    )
 
 
 def test_inspect(model, capsys):
@@ -219,6 +260,28 @@ def test_inspect(model, capsys):
     text = capsys.readouterr().out
     for words in ("llama (safetensors)", "2: 2 full attention", "75.00 KiB", "256 tokens", "present"):
         assert words in text
+    # A path is one word to whoever reads the output.
+    assert f"model         {model}\n" in text and f"path          {model}\n" in text
+
+
+def test_both_names_are_said_where_there_are_two(model, capsys):
+    link = model.with_name("other")
+    link.symlink_to(model)
+    assert cli.run(["inspect", str(link)]) == cli.run(["pull", str(link)]) == 0
+    captured = capsys.readouterr()
+    assert f"{link} (tiny)\n" in captured.out
+    assert f"{link} (tiny): llama" in captured.err
+    assert cli.run(["inspect", str(link), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["model"], facts["name"]) == (str(link), "tiny")
+
+
+def test_inspect_wraps_on_a_terminal(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.run(["inspect", str(model)]) == 0
+    lines = [re.sub(r"\x1b\[\d+m", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) == 60
 
 
 def test_inspect_hybrid(tmp_path, capsys):
@@ -298,6 +361,9 @@ def test_progress_bar_is_for_terminals(monkeypatch, capsys):
     with byte_progress("fetching") as progress:
         assert progress is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with byte_progress("fetching"):
+        pass
+    assert capsys.readouterr().err == ""
     with byte_progress("fetching") as progress:
         progress(10, 100)
         progress(100, 100)

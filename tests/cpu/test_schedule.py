@@ -203,6 +203,18 @@ def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers(prompt_len:
     assert not scheduler.has_work and "max_tokens" not in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("model_window", "way"), [(100, "."), (4000, ", or raise the context to at most 4,000")]
+)
+def test_a_larger_context_is_advised_where_the_model_has_one(model_window, way):
+    scheduler = Scheduler(2, CHUNK, 100, lambda _: None, model_window=model_window)
+    for prompt_len in (100, 99):
+        with pytest.raises(PromptTooLongError) as caught:
+            scheduler.add(request("a", prompt_len))
+        assert f"horten the prompt{way}" in caught.value.hint
+        assert ("raise" in caught.value.hint) is (model_window > 100)
+
+
 def test_prompt_and_answer_beyond_the_window_are_refused_with_the_largest_that_fits():
     scheduler, _ = make(window=100)
     with pytest.raises(PromptTooLongError) as caught:

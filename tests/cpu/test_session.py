@@ -1,5 +1,6 @@
 """Sessions: from messages to an answer, with reuse, thoughts, defaults and interrupts."""
 
+import dataclasses
 import os
 import signal
 
@@ -26,6 +27,7 @@ from packhorse.core.errors import (
 )
 from packhorse.core.types import FinishReason, Request
 from packhorse.engine.session import MAX_THINKING_TOKENS, MAX_TOKENS, Session, interrupt_after
+from packhorse.facts.read import read_model
 from packhorse.text.documents import Document, Page, compose
 from packhorse.text.reasoning import Think
 from packhorse.text.template import ChatTemplate
@@ -220,6 +222,12 @@ def test_refusals_come_before_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("packhorse.engine.session.load_engine", lambda *_: pytest.fail("loaded"))
     with pytest.raises(TokenizerError, match="wrong tokenizer for the vocabulary"):
         Session.open(folder, CONFIG)
+
+
+def test_facts_that_are_read_already():
+    facts = read_model(shared_folder("qwen3"))
+    session = Session.open(facts, CONFIG)
+    assert session.facts == dataclasses.replace(facts, eos_ids=session.facts.eos_ids)
 
 
 def nothing_is_held(session: Session) -> bool:

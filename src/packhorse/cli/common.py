@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from packhorse.hub.resolve import Progress, resolve
+
+if TYPE_CHECKING:
+    from packhorse.facts.model import ModelFacts
 
 ModelArgument = Annotated[
     str,
@@ -44,9 +48,24 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=False, indent=1, default=str), flush=True)
 
 
+def title(model: str, facts: ModelFacts) -> str:
+    """A model as the person named it, and the name it gives itself where that is another."""
+    return model if Path(model).name == facts.name else f"{model} ({facts.name})"
+
+
+def as_typed(text: str, args: Sequence[str]) -> str:
+    """`text` with the fields that options among `args` set named as these: --max-tokens for max_tokens."""
+    for arg in args:
+        if option := re.match(r"--(\w+(?:-\w+)+)", arg):
+            field = option[1].replace("-", "_")
+            text = re.sub(rf"(?<![\w./-]){field}(?![\w/-])", option[0], text)
+    return text
+
+
 @contextmanager
 def byte_progress(label: str) -> Iterator[Progress | None]:
-    """A progress bar of bytes on standard error while the block runs; nothing where that is no terminal.
+    """A progress bar of bytes on standard error, from the first call on until the block ends; nothing where
+    that is no terminal.
 
     Yields what `resolve` takes as `progress`.
     """
@@ -57,9 +76,19 @@ def byte_progress(label: str) -> Iterator[Progress | None]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def show(done: int, total: int) -> None:
+        if not bar.tasks:
+            bar.add_task(label, total=None)
+            bar.start()
+        bar.update(bar.task_ids[0], completed=done, total=total or None)
+
+    try:
+        yield show
+    finally:
+        if bar.tasks:
+            bar.stop()
 
 
 def find_model(model: str, cache: Path | None, offline: bool, refresh: bool = False) -> Path:

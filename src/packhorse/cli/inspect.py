@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from packhorse.cli.common import (
     OfflineOption,
     find_model,
     print_json,
+    title,
 )
 from packhorse.core.errors import PackhorseError
 from packhorse.core.units import format_bytes
@@ -31,11 +33,11 @@ def command(
 ) -> None:
     """Prints the facts as a table or as JSON. A broken tokenizer or template is one of the facts."""
     facts = read_model(find_model(model, cache, offline))
-    described = describe(facts)
+    described = {"model": model, **describe(facts)}
     if json:
         print_json(described)
     else:
-        _print_table(described)
+        _print_table(title(model, facts), described)
 
 
 def describe(facts: ModelFacts) -> dict[str, Any]:
@@ -118,7 +120,13 @@ def _problem(error: PackhorseError) -> dict[str, str]:
     return {"problem": error.reason, "hint": error.hint}
 
 
-def _print_table(described: dict[str, Any]) -> None:
+def _print_table(model: str, described: dict[str, Any]) -> None:
+    """Label and text in two columns; long texts are wrapped on a terminal only."""
+    rows = [("model", model), *_rows(described)]
+    if not sys.stdout.isatty():
+        for name, value in rows:
+            print(f"{name:<13} {value}")
+        return
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -126,16 +134,15 @@ def _print_table(described: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(described):
+    for name, value in rows:
         table.add_row(name, escape(value))
     Console().print(table)
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of each line for people."""
+    """Label and text of each line for people, below the model's."""
     layers, heads = facts["layers"], facts["heads"]
     rows = [
-        ("model", facts["name"]),
         ("path", str(Path(facts["path"]))),
         ("family", f"{facts['family']} ({facts['container']})"),
         ("parameters", f"{facts['parameters']:,}"),

@@ -17,9 +17,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from packhorse import __version__
+from packhorse.cli.common import as_typed
 from packhorse.core.errors import PackhorseError, UsageError
 
 INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""What shells show for a command that SIGPIPE ended."""
 
 
 class Entry(NamedTuple):
@@ -102,7 +105,6 @@ def run(args: Sequence[str]) -> int:
 
     Faults of ours are the exception: they keep their traceback.
     """
-    as_json = "--json" in args
     try:
         code = typer.main.get_command(app)(args=list(args), prog_name="packhorse", standalone_mode=False)
         if code == INTERRUPTED:  # some versions of Typer have made an exit code of it
@@ -110,29 +112,35 @@ def run(args: Sequence[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except PackhorseError as error:
-        _report(error, as_json)
+        _report(error, args)
         return error.exit_code
     except _ClickError as error:
         context = getattr(error, "ctx", None)
         usage = f"See `{context.command_path} --help`." if context is not None else "See `packhorse --help`."
-        _report(UsageError(error.format_message(), hint=usage), as_json)
+        _report(UsageError(error.format_message(), hint=usage), args)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted.", file=sys.stderr)
+        if "--json" in args and args[0] != "serve":  # which has printed its document: so it is meant to end
+            print(json.dumps({"error": {"kind": "interrupted", "reason": "Interrupted.", "hint": ""}}))
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone (`| head`). Python would complain once more when it flushes at exit.
+    except (BrokenPipeError, SystemExit) as error:
+        # The reader has gone (`| head`). Typer makes a SystemExit of it.
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        # Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return BROKEN_PIPE
 
 
-def _report(error: PackhorseError, as_json: bool) -> None:
+def _report(error: PackhorseError, args: Sequence[str]) -> None:
     """The error on standard error, and as a document on standard output where JSON was asked for."""
-    print(f"Error: {error.reason}", file=sys.stderr)
-    if error.hint:
-        print(error.hint, file=sys.stderr)
-    if as_json:
-        document = {"kind": error.kind, "reason": error.reason, "hint": error.hint, **error.facts}
+    reason, hint = as_typed(error.reason, args), as_typed(error.hint, args)
+    print(f"Error: {reason}", file=sys.stderr)
+    if hint:
+        print(hint, file=sys.stderr)
+    if "--json" in args:
+        document = {"kind": error.kind, "reason": reason, "hint": hint, **error.facts}
         print(json.dumps({"error": document}, default=str, ensure_ascii=False), flush=True)
 
 

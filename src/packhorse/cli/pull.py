@@ -10,6 +10,7 @@ from packhorse.cli.common import (
     find_model,
     note,
     print_json,
+    title,
 )
 from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
@@ -35,5 +36,5 @@ def command(
             }
         )
         return
-    note(f"{facts.name}: {facts.family}, {format_bytes(facts.file_bytes)} of weights.")
+    note(f"{title(model, facts)}: {facts.family}, {format_bytes(facts.file_bytes)} of weights.")
     print(path)

@@ -38,7 +38,8 @@ class EngineConfig:
     exact: bool = False
     """Fixed shapes and order of every sum: chunking, batching and reuse change no bit. fp32, slower."""
     threads: int | None = None
-    """CPU threads. None: as many as OMP_NUM_THREADS says, else one for each physical core this process may use."""
+    """CPU threads, for the whole process. None: as many as OMP_NUM_THREADS says, else one for each physical core
+    this process may use."""
     page_len: int = PAGE_LEN
     """Tokens a KV page holds."""
     chunk_len: int = 1024

@@ -40,7 +40,14 @@ class Engine:
         self.runner = runner
         self.store = store
         self.window = min(window, store.capacity)
-        self.scheduler = Scheduler(sequences, chunk_len, self.window, self._open, exact=runner.model.exact)
+        self.scheduler = Scheduler(
+            sequences,
+            chunk_len,
+            self.window,
+            self._open,
+            exact=runner.model.exact,
+            model_window=runner.model.facts.context,
+        )
         self._eos_ids = eos_ids
         self._detokenizer = detokenizer
         self._step: Step | None = None

