@@ -307,16 +307,20 @@ class KVStore:
         fork = match.fork
         if reuse and self.lower is not None:
             fork = max(fork or 0, self._promote(sequence, self.lower)) or None
-        if sequence.position == match.length:
-            self._restore(tip, slot)
-        if self.geometry.is_hybrid and keep:
+        self._begin(sequence, fork, marks)
+        return sequence
+
+    def _begin(self, sequence: StoredSequence, fork: int | None, marks: Sequence[int]) -> None:
+        """Give a sequence its state, unless it came with what was promoted, and the snapshots it shall make."""
+        if sequence.position == sequence.tip.stop:
+            self._restore(sequence.tip, sequence.slot)
+        if self.geometry.is_hybrid and sequence.keep:
             sequence.wanted = wanted_positions(
-                len(token_ids), marks, fork, self.page_len, self.snapshot_len, sequence.position
+                sequence.prompt_len, marks, fork, self.page_len, self.snapshot_len, sequence.position
             )
         self._counters.opened += 1
         self._counters.hits += sequence.cached_len > 0
         self._counters.reused_tokens += sequence.cached_len
-        return sequence
 
     def views(self, spans: Sequence[Span]) -> list[KVView]:
         """What each layer of the model sees during one step, by layer index; valid until `complete`.
