@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -422,3 +423,33 @@ def test_no_torch_and_under_half_a_second():
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["fits"]
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+
+
+def test_the_documentation_is_of_this_command(tmp_path, capsys):
+    commands = [line.split()[1:] for line in re.findall(r"^    (packhorse plan .*)$", DOCS, re.MULTILINE)]
+    assert len(commands) == 5
+    for _, *args in commands:
+        args[0] = "qwen3.6-35b-a3b" if args[0] == "MODEL" else args[0]
+        code, out, _ = run(capsys, *args, "--json")
+        document = json.loads(out)
+        assert code == 0 and document["fits"]
+        for name in (*document, *document["predict"], *document["alternatives"][:1]):
+            assert name in DOCS or name in ("version", "model", "machine", "recipe", "sequences", "draft"), (
+                name
+            )
+    options = {option for param in cli.load_command("plan").params for option in param.opts}
+    assert set(re.findall(r"--[a-z][a-z-]+", DOCS)) <= options
+    own = DOCS.split("## A profile of your own\n\n")[1].split("\n\n`link`")[0]
+    (tmp_path / "mine.json").write_text(own)
+    mine = read_profile(str(tmp_path / "mine.json"))
+    assert mine.card.usable_bytes == parse_bytes("11.2GiB") and mine.memory_rate == 41.5e9
+    # The ranges that the four tables print.
+    low, high = (solve(known_model("qwen3.6-35b-a3b"), read_profile("rtx-2080ti-11g"), Wishes(context=245_760)).times[band]
+                 for band in (LOW, HIGH))  # fmt: skip
+    assert f"| {low.decode_tok_s_end:.0f}-{high.decode_tok_s_end:.0f} tok/s |" in DOCS
+    assert f"| {high.cold_first_token_s:.0f}-{low.cold_first_token_s:.0f} s |" in DOCS
+    d = solve(known_model("qwen3.8-27b"), read_profile("rtx-3090-x2"), Wishes(context=524_288)).times
+    assert f"| {d[LOW].decode_tok_s_end:.0f}-{d[HIGH].decode_tok_s_end:.0f} tok/s |" in DOCS

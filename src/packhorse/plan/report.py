@@ -163,10 +163,10 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         ):
             continue
         if plan.machine.measured:
-            yield f"{label:24}{expected[name]:>10g} {unit}"
+            yield f"{label:24}{expected[name]:>8.3g} {unit}"
         else:
             least, most = sorted((low[name] or 0.0, high[name] or 0.0))
-            yield f"{label:24}{least:>10g} to {most:g} {unit} (never measured)"
+            yield f"{label:24}{least:>8.3g} to {most:.3g} {unit} (never measured)"
 
 
 def _offer_line(offer: Alternative) -> str:

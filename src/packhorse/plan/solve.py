@@ -280,7 +280,7 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
         yield f"Host memory is short: {part:.0%} of the {plan.footprint.mover} are read from disk."
     if facts.moe is None and where.on_device < where.num_units:
         part = 1 - where.on_device / where.num_units
-        yield f"{part:.0%} of the MLP rows lie outside the card, and every token needs all of them."
+        yield f"{part:.1%} of the MLP rows lie outside the card, and every token needs all of them."
     if not where.host_document:
         yield "Host memory has no room for a whole context's KV: nothing is restored from there."
     if not where.disk_document:
