@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from packhorse.core.errors import UsageError
 from packhorse.core.formats import COMPUTE_DTYPES, KV_FORMATS
 from packhorse.core.types import PAGE_LEN
+from packhorse.core.units import GIB
 
 KV_CHOICES = ("auto", *(name for name in KV_FORMATS if name != "fp32"))
 """What EngineConfig.kv may be. fp32 is what auto means in fp32, and gains nothing elsewhere."""
@@ -50,6 +52,12 @@ class EngineConfig:
     """Recurrent-state snapshots kept for reuse (hybrid models only)."""
     kv_tokens: int | None = None
     """Tokens the KV pool holds in all. None: `sequences` x `context`, as far as memory goes."""
+    store: Path | None = None
+    """Folder in which what was read is kept for later processes. None: nowhere."""
+    disk: int = 64 * GIB
+    """Bytes that the folder may take."""
+    ram: int = 0
+    """Bytes of host memory for what has no room in the KV pool any more."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "page_len", "chunk_len", "snapshot_len"):
@@ -59,8 +67,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least 1, or left out.")
-        if self.snapshots < 0:
-            raise UsageError(f"snapshots is {self.snapshots}.", hint="Give 0 or more.")
+        for name in ("snapshots", "disk", "ram"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}.", hint="Give 0 or more.")
         for name in ("chunk_len", "snapshot_len"):
             if getattr(self, name) % self.page_len:
                 raise UsageError(

@@ -97,7 +97,9 @@ class Request:
     """One prompt to continue.
 
     id: unique among live requests. token_ids: the prompt, at least one token. marks: token positions after
-    which a snapshot is wanted (ends of documents, of the system turn, of turns), in (0, len(token_ids)].
+    which a snapshot is wanted (ends of documents, of the system turn, of turns), in (0, len(token_ids)]. tenant:
+    what is read is kept for requests of the same tenant alone. store: False keeps nothing of it. label: a name for
+    people of what is kept on disk.
     """
 
     id: str
@@ -106,6 +108,9 @@ class Request:
     marks: tuple[int, ...] = ()
     steering: Steering | None = field(default=None, compare=False)
     prompt_logprobs: int | None = None
+    tenant: str = ""
+    store: bool = True
+    label: str = ""
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= 20:

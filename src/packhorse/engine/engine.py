@@ -5,18 +5,25 @@ add -> schedule -> views -> run -> sample -> complete -> events
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
+from packhorse.core.units import MIB
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
 from packhorse.engine.sample import Sampled, Sampler, sample
 from packhorse.engine.schedule import Scheduler, Step, Work
 from packhorse.engine.schedule import Sequence as LiveSequence
 from packhorse.store.kv import KVStore, StoredSequence
+
+WRITE_BEHIND_BYTES = 4 * MIB
+"""Copied for the disk at the end of a step: a millisecond or less."""
+MEASURED_TOKENS = 64
+"""Prompt tokens of a step that says how fast prompts are read."""
 
 
 class Engine:
@@ -94,11 +101,30 @@ class Engine:
         """
         self._step, self._drawn = None, False
         self._step = step = self.scheduler.schedule()
+        began = time.perf_counter()
         logits = self._compute(step)
         tokens = sample(logits, [self._samplers[s.id] for s in step.sampled])
         self._drawn = True
+        if self.store.lower is not None and step.prompt_len >= MEASURED_TOKENS:
+            self.store.lower.note_compute(step.prompt_len, time.perf_counter() - began)
         self._complete(step)
-        return self._report(step, tokens)
+        events = self._report(step, tokens)
+        self.write_behind()
+        return events
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `write_behind` has something to do."""
+        return self.store.lower is not None and self.store.lower.is_behind
+
+    def write_behind(self) -> None:
+        """Take a slice of what is to be kept on disk off the device: a step's end does, and whoever is idle."""
+        if self.store.lower is not None:
+            self.store.lower.advance(WRITE_BEHIND_BYTES)
+
+    def close(self) -> None:
+        """Wait until what is to be kept is durable. Nothing can be asked afterwards."""
+        self.store.close_tiers()
 
     def recover(self, error: PackhorseError) -> list[Event]:
         """After `step` raised: undo that step, and end with `error` whoever is at fault.
@@ -144,8 +170,15 @@ class Engine:
 
     def _open(self, request: Request) -> StoredSequence | None:
         max_len = len(request.token_ids) + request.sampling.max_tokens
-        reuse = request.prompt_logprobs is None
-        return self.store.open(request.token_ids, max_len, request.marks, reuse=reuse)
+        return self.store.open(
+            request.token_ids,
+            max_len,
+            request.marks,
+            reuse=request.prompt_logprobs is None,
+            keep=request.store,
+            tenant=request.tenant.encode(),
+            label=request.label,
+        )
 
     def _compute(self, step: Step) -> Tensor:
         return self.runner.run(step, self.store.views(self.runner.spans(step)))

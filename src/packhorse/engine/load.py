@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import UsageError
+from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.units import format_bytes
 from packhorse.engine.engine import Engine
+from packhorse.engine.identity import model_identity
 from packhorse.engine.output import Detokenizer
 from packhorse.engine.runner import Runner
 from packhorse.engine.size import Sizes, size_engine
@@ -19,6 +20,7 @@ from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
+from packhorse.store.durable import DurableStore
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
 
@@ -50,6 +52,8 @@ def load_engine(
     threads = set_threads(config, hardware)
     dtype, why = choose_dtype(config, hardware)
     sizes = size_engine(facts, config, dtype, available_bytes(config, hardware))
+    geometry = StoreGeometry.of(facts, DTYPES[dtype], config.page_len, sizes.kv)
+    disk, identity = open_disk(facts, config, geometry, sizes)
     model = load_model(
         facts,
         open_checkpoint(facts),
@@ -60,7 +64,7 @@ def load_engine(
         progress=progress,
     )
     store = KVStore(
-        StoreGeometry.of(facts, DTYPES[dtype], config.page_len, sizes.kv),
+        geometry,
         num_pages=sizes.num_pages,
         sequences=config.sequences,
         snapshots=config.snapshots,
@@ -68,7 +72,13 @@ def load_engine(
         exact=config.exact,
         device=config.device,
         segment_len=sizes.segment_len,
+        secret=b"" if disk is None else disk.secret,
+        seed=identity,
     )
+    if disk is not None or config.ram:
+        about = {"name": facts.name, "path": str(facts.path), "computes_in": dtype, "kv": sizes.kv}
+        number = 0 if disk is None else disk.add_model(identity, about)
+        store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
     engine = Engine(
         Runner(model),
         store,
@@ -82,6 +92,21 @@ def load_engine(
     planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens in pages of "
     planned += f"{config.page_len}"
     return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned))
+
+
+def open_disk(
+    facts: ModelFacts, config: EngineConfig, geometry: StoreGeometry, sizes: Sizes
+) -> tuple[DurableStore | None, bytes]:
+    """The store that `config` names, and what this engine's pages are of, for which the model's files are read
+    where they are new or have changed. Raises what DurableStore and model_identity raise."""
+    if config.store is None:
+        return None, b""
+    disk = DurableStore(config.store, quota=config.disk)
+    known = config.store / "files.json"
+    identity = model_identity(
+        facts, geometry, known, device=config.device, exact=config.exact, packed=sizes.packed
+    )
+    return disk, identity
 
 
 def check_device(config: EngineConfig) -> None:
@@ -135,7 +160,16 @@ def choose_dtype(config: EngineConfig, hardware: HardwareFacts) -> tuple[str, st
 
 
 def available_bytes(config: EngineConfig, hardware: HardwareFacts) -> int:
-    """Memory of the device that an engine may take now."""
+    """Memory of the device that an engine may take now. Raises DoesNotFitError where `config.ram` is not there."""
+    if config.ram > hardware.ram_available:
+        raise DoesNotFitError(
+            f"{format_bytes(config.ram)} of host memory were asked for, and {format_bytes(hardware.ram_available)} "
+            "are available.",
+            asked=config.ram,
+            available=hardware.ram_available,
+            unit="bytes",
+            hint="Lower --ram.",
+        )
     if config.device == "cpu":
-        return hardware.ram_available
+        return hardware.ram_available - config.ram
     return torch.cuda.mem_get_info(config.device)[0]

@@ -148,6 +148,11 @@ class Step:
     refused: tuple[tuple[Sequence, PackhorseError], ...] = ()
 
     @property
+    def prompt_len(self) -> int:
+        """Prompt tokens that the step reads."""
+        return sum(w.length for w in self.spans if w.position < w.sequence.prompt_len)
+
+    @property
     def sampled(self) -> tuple[Sequence, ...]:
         """The sequences that get a token from this step, in the order of `sample_rows`."""
         return tuple(span.sequence for span in self.spans if span.samples)

@@ -157,6 +157,10 @@ class Session:
         """Tokens one prompt and its answer may have."""
         return self.engine.window
 
+    def close(self) -> None:
+        """Wait until what is to be kept for later processes is on disk. Nothing can be asked afterwards."""
+        self.engine.close()
+
     def answer(
         self,
         prompt: str | Prompt | Sequence[Message],
@@ -165,13 +169,14 @@ class Session:
         on_thought: Callable[[str], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         steering: Steering | None = None,
+        label: str = "",
         **sampling: Any,
     ) -> Answer:
         """Answer one prompt: a question, documents with a question (`compose`), or the messages of a chat.
 
         on_text and on_thought get the text as it comes; on_progress(read, all) counts prompt tokens, reused
-        ones included, after each step until the prompt is read. steering: as in Request. sampling: fields of
-        SamplingParams. Without max_tokens it is what the window leaves, at most MAX_TOKENS
+        ones included, after each step until the prompt is read. steering, label: as in Request. sampling: fields
+        of SamplingParams. Without max_tokens it is what the window leaves, at most MAX_TOKENS
         (MAX_THINKING_TOKENS where the model may think).
 
         Where this raises, an interrupt or an error of a callback included, the request has given back all it
@@ -187,7 +192,7 @@ class Session:
             sampling["max_tokens"] = max(1, min(most, self.window - len(token_ids)))
         self._num_answers += 1
         request = Request(
-            str(self._num_answers), tuple(token_ids), SamplingParams(**sampling), marks, steering
+            str(self._num_answers), tuple(token_ids), SamplingParams(**sampling), marks, steering, label=label
         )
         splitter = None
         if self.template is not None:
