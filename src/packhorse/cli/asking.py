@@ -226,7 +226,7 @@ class Display:
         self._thinking = False
 
     @property
-    def callbacks(self) -> dict[str, Callable[..., None]]:
+    def callbacks(self) -> dict[str, Any]:
         """The arguments of `Session.answer`."""
         return {"on_text": self._text, "on_thought": self._thought, "on_progress": self._progress}
 
