@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 import unicodedata
 from itertools import pairwise
@@ -423,6 +424,26 @@ def test_no_torch_and_no_transformers(trained, tmp_path):
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_with_ends"])
+def test_others_go_on_while_a_long_text_is_encoded(trained, method):
+    """Whoever serves others meanwhile must not stand still: a second here, many with a long document."""
+    tokenizer = Tokenizer(trained)
+    text = "".join(CORPUS) * 600
+    beats, ended = 0, threading.Event()
+
+    def beat() -> None:
+        nonlocal beats
+        while not ended.wait(0.002):
+            beats += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    getattr(tokenizer, method)(text)
+    ended.set()
+    thread.join()
+    assert beats >= 20
 
 
 @pytest.mark.network

@@ -81,7 +81,8 @@ class Tokenizer:
         tokenizer puts around a text (for some a bos token): leave it on for plain text, and turn it off for
         a rendered chat template, which holds those tokens already.
         """
-        ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
+        # A batch, because `encode` of one text lets no other thread of Python run for seconds.
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def encode_with_ends(self, text: str, special: bool = True) -> tuple[list[int], list[int]]:
@@ -90,7 +91,7 @@ class Tokenizer:
         The second list never falls; the tokens of one character that is split over several all reach
         behind it.
         """
-        encoding = self.backend.encode(text, add_special_tokens=special)
+        encoding = self.backend.encode_batch([text], add_special_tokens=special)[0]
         # Added bos and eos tokens have the offsets (0, 0): the running maximum puts eos at the end.
         return encoding.ids, list(accumulate((end for _, end in encoding.offsets), max))
 
