@@ -275,28 +275,24 @@ CHECKS = (
 )
 
 
-def draw_requests(seconds: int) -> list[int]:
-    """Run schemathesis for some seconds; the statuses of what it sent to work paths. Fails where it finds
+def draw_requests(*options: str, timeout: float) -> list[int]:
+    """Run schemathesis with these options; the statuses of what it sent to work paths. Fails where it finds
     anything, where the server logs a traceback, or where it is not healthy afterwards."""
-    options = ("--context", "512", "--max-tokens", "4", "--keep-alive", "2")
-    with process(*options) as live, tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "schemathesis.cli",
-            "run",
-            live.url + "/openapi.json",
-            "--checks",
-            CHECKS,
+    settings = ("--context", "512", "--max-tokens", "4", "--keep-alive", "2")
+    with process(*settings) as live, tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", live.url + "/openapi.json"]
+        command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing"]
+        command += [
+            "--request-timeout",
+            "30",
+            "--suppress-health-check",
+            "all",
+            "--warnings",
+            "off",
+            *options,
         ]
-        command += ["--max-time", str(seconds), "--request-timeout", "30", "--suppress-health-check", "all"]
         done = subprocess.run(
-            [*command, "--warnings", "off"],
-            cwd=scratch,
-            capture_output=True,
-            text=True,
-            timeout=seconds + 120,
-            check=False,
+            command, cwd=scratch, capture_output=True, text=True, timeout=timeout, check=False
         )
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert live.get("/health").json() == {"status": "ready", "reason": None}
