@@ -23,3 +23,15 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder that the code under test finds as its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "packhorse"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--as-arch", type=int, help="75: treat the card as one of compute capability 7.5")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _as_arch(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--as-arch"):
+        from packhorse.kernels.cuda.launch import use_arch
+
+        use_arch(request.config.getoption("--as-arch"))

@@ -112,7 +112,7 @@ def prepare(
         return
     torch.cuda.init()
     with torch.cuda.device(index):
-        torch.cuda.current_stream().synchronize()  # makes the card's context current in this thread
+        saturated(torch.device("cuda", index))  # also makes the card's context current in this thread
         for variant, code in build(wanted, target, _code_cache, progress).items():
             load = ObjectCode.from_ptx if target.ptx else ObjectCode.from_cubin
             try:
@@ -168,3 +168,9 @@ def _argument(value: Arg) -> object:
     if isinstance(value, float):
         return c_float(value)
     return 0 if value is None else value
+
+
+@cache
+def saturated(device: torch.device) -> Tensor:
+    """int64 [1] of a card: values that became the largest of their 16-bit type, since the start."""
+    return torch.zeros(1, dtype=torch.int64, device=device)

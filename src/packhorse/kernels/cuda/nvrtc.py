@@ -177,7 +177,7 @@ def compile_code(variant: Variant, target: Target) -> tuple[bytes, str]:
                 name=str(path),
                 arch=f"{'compute' if target.ptx else 'sm'}_{target.arch}",
                 std="c++17",
-                define_macro=[(name, str(value)) for name, value in variant.defines],
+                define_macro=[(name, str(value)) for name, value in variant.defines] or None,
                 include_path=[str(KERNELS / "cuda"), include_dir()],
                 ptxas_options=None if target.ptx else "-v",
             ),

@@ -5,7 +5,7 @@
 // out: M rows of out_stride values, fp32 or the activations' type. bias [N] or null; residual fp32, out's shape, or
 // null: added. swiglu: the matrix is gate rows, then up rows, and out [M, N / 2] = silu(gate) * up * swiglu in the
 // activations' type; values beyond it are counted in `saturated`. 0 is no swiglu.
-extern "C" __global__ void __launch_bounds__(384, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)
     packed_gemv(const unsigned char* weight, const unsigned char* x, void* out, const float* bias,
                 const float* residual, u64* saturated, int num_rows, int num_tiles, int num_tokens, int out_stride,
                 int out_fp32, float swiglu) {
@@ -14,12 +14,11 @@ extern "C" __global__ void __launch_bounds__(384, MIN_BLOCKS)
     const int num_blocks = (num_rows + 15) / 16, num_units = (num_tiles + UNIT_TILES - 1) / UNIT_TILES;
     let_next_start();
 
-    int row_block[ROWS];
     const unsigned char* rows[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        row_block[r] = swiglu != 0 ? blockIdx.x + r * (num_blocks / 2) : blockIdx.x * ROWS + r;
-        rows[r] = weight + min(row_block[r], num_blocks - 1) * row_bytes(num_tiles);
+        const int block = swiglu != 0 ? blockIdx.x + r * (num_blocks / 2) : blockIdx.x * ROWS + r;
+        rows[r] = weight + min(block, num_blocks - 1) * row_bytes(num_tiles);
     }
     Tokens<NT> tokens;
 #pragma unroll
@@ -35,32 +34,27 @@ extern "C" __global__ void __launch_bounds__(384, MIN_BLOCKS)
 #pragma unroll
     for (int r = 0; r < ROWS; r++) put_sums(sums + (warp * ROWS + r) * 8 * NT * TOKEN_FLOATS, lane, acc[r]);
     __syncthreads();
-    const int paired = swiglu != 0 ? 1 : ROWS;
-    for (int i = threadIdx.x; i < num_tokens * paired * 16; i += blockDim.x) {
-        const int token = i / (16 * paired), r = i / 16 % paired, row = i % 16;
-        float value[ROWS];
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) {
-            value[k] = 0;
-            if (k == r || swiglu != 0) {
-                const float* from = sums + (k * 8 * NT + token) * TOKEN_FLOATS + row;
-                const int n = (row_block[k] * 16 + row);
-                for (int w = 0; w < num_warps; w++) value[k] += from[w * ROWS * 8 * NT * TOKEN_FLOATS];
-                if (bias != nullptr && n < num_rows) value[k] += bias[n];
-            }
-        }
-        const int n = row_block[0] * 16 + r * 16 + row;
+    // A thread adds up an output; of a gate and its up both.
+    const int row = threadIdx.x & 15, outputs = swiglu != 0 ? 1 : ROWS;
+    for (int i = threadIdx.x >> 4; i < num_tokens * outputs; i += blockDim.x >> 4) {
+        const int token = i / outputs, r = i % outputs;
+        const float* from = sums + (r * 8 * NT + token) * TOKEN_FLOATS + row;
+        const int n = (blockIdx.x * outputs + r) * 16 + row;
+        float v = 0;
+        for (int w = 0; w < num_warps; w++) v += from[w * ROWS * 8 * NT * TOKEN_FLOATS];
+        if (n >= num_rows) continue;
+        if (bias != nullptr) v += bias[n];
+        const size_t at = (size_t)token * out_stride + n;
         if (swiglu != 0) {
-            const float h = silu(value[0]) * value[ROWS - 1] * swiglu;
-            static_cast<unsigned short*>(out)[(size_t)token * out_stride + n] = to_act(h, saturated);
-        } else if (n < num_rows) {
-            const float v = r == 0 ? value[0] : value[ROWS - 1];
-            const size_t at = (size_t)token * out_stride + n;
-            if (out_fp32) {
-                static_cast<float*>(out)[at] = residual != nullptr ? residual[at] + v : v;
-            } else {
-                static_cast<unsigned short*>(out)[at] = to_act(v, saturated);
-            }
+            float up = 0;
+            from += 8 * NT * TOKEN_FLOATS;
+            for (int w = 0; w < num_warps; w++) up += from[w * ROWS * 8 * NT * TOKEN_FLOATS];
+            if (bias != nullptr) up += bias[n + num_rows / 2];
+            static_cast<unsigned short*>(out)[at] = to_act(silu(v) * up * swiglu, saturated);
+        } else if (out_fp32) {
+            static_cast<float*>(out)[at] = residual != nullptr ? residual[at] + v : v;
+        } else {
+            static_cast<unsigned short*>(out)[at] = to_act(v, saturated);
         }
     }
 }

@@ -1,0 +1,112 @@
+// Router's choice and the order of its routes: one block, up to 16 tokens, 512 experts, 160 routes.
+#include "plan.cuh"
+
+// The best of `key` over a warp's lanes, in all of them.
+__device__ __forceinline__ u64 warp_max(u64 key) {
+    for (int step = 16; step; step >>= 1) {
+        const u64 other = __shfl_xor_sync(~0u, key, step);
+        key = other > key ? other : key;
+    }
+    return key;
+}
+
+// Softmax of logits [T, E] over all, the top_k best in order (equal ones: the lower first), divided by their sum if
+// norm: weights, experts [T, top_k]. Without logits weights and experts are given. Then the routes sorted by expert:
+// `plan`, see plan.cuh. counters[0] += distinct experts.
+extern "C" __global__ void __launch_bounds__(512)
+    expert_plan(const float* logits, float* weights, int* experts, int* plan, u64* counters, int num_tokens, int top_k,
+                int num_experts, int norm) {
+    constexpr int MAX_EXPERTS = 512, PER_LANE = MAX_EXPERTS / 32;
+    __shared__ int chosen[MAX_ROUTES];
+    __shared__ int counts[MAX_EXPERTS];
+    __shared__ int place[MAX_EXPERTS];  // experts before this one that are hit << 16 | routes before its first
+    __shared__ int totals[16];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_routes = num_tokens * top_k;
+    counts[threadIdx.x] = 0;
+    let_next_start();
+    wait_for_previous();
+    if (logits != nullptr) {
+        if (warp < num_tokens) {
+            float v[PER_LANE], sum = 0;
+            u64 best = 0;  // order of the value << 32 | order of the index
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) {
+                const int e = lane + 32 * i;
+                v[i] = e < num_experts ? logits[warp * num_experts + e] : __int_as_float(0xff800000);
+            }
+            const auto key = [&](int i) {
+                const int e = lane + 32 * i;
+                const u32 bits = __float_as_uint(v[i]);
+                const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+                return e < num_experts ? (u64)ordered << 32 | (u32)(MAX_EXPERTS - e) : 0ull;
+            };
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) best = key(i) > best ? key(i) : best;
+            u64 winner = warp_max(best);
+            const u32 top = (u32)(winner >> 32);
+            const float highest = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) sum += __expf(v[i] - highest);
+            for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+            float mine = 0, total = 0;  // lane r has the r-th best's weight
+            int expert = 0;
+            u32 taken = 0;
+            for (int r = 0; r < top_k; r++) {
+                const u32 order = (u32)(winner >> 32);
+                const float value = __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+                const int e = MAX_EXPERTS - (int)(u32)winner;
+                const float weight = __expf(value - highest) / sum;
+                total += weight;
+                if (lane == r) mine = weight, expert = e;
+                if (lane == (e & 31)) {
+                    taken |= 1u << (e >> 5);
+                    best = 0;
+#pragma unroll
+                    for (int i = 0; i < PER_LANE; i++)
+                        if (!(taken >> i & 1) && key(i) > best) best = key(i);
+                }
+                winner = warp_max(best);
+            }
+            if (lane < top_k) {
+                const int at = warp * top_k + lane;
+                weights[at] = norm ? mine / total : mine;
+                experts[at] = chosen[at] = expert;
+            }
+        }
+    } else if (threadIdx.x < num_routes) {
+        chosen[threadIdx.x] = experts[threadIdx.x];
+    }
+    __syncthreads();
+    if (threadIdx.x < num_routes) atomicAdd(&counts[chosen[threadIdx.x]], 1);
+    __syncthreads();
+
+    const int count = counts[threadIdx.x], own = count | (count > 0) << 16;
+    int before = own;  // inclusive over the warp
+    for (int step = 1; step < 32; step <<= 1) {
+        const int left = __shfl_up_sync(~0u, before, step);
+        if (lane >= step) before += left;
+    }
+    if (lane == 31) totals[warp] = before;
+    __syncthreads();
+    before -= own;
+    for (int w = 0; w < warp; w++) before += totals[w];
+    place[threadIdx.x] = before;
+    if (count > 0) {
+        plan[PLAN_EXPERTS + (before >> 16)] = threadIdx.x;
+        plan[PLAN_STARTS + (before >> 16)] = before & 0xffff;
+    }
+    if (threadIdx.x == MAX_EXPERTS - 1) {
+        const int num_slots = (before + own) >> 16;
+        plan[0] = num_slots;
+        plan[PLAN_STARTS + num_slots] = num_routes;
+        atomicAdd(counters, (u64)num_slots);
+    }
+    __syncthreads();
+    if (threadIdx.x < num_routes) {
+        const int expert = chosen[threadIdx.x];
+        int position = place[expert] & 0xffff;
+        for (int r = 0; r < threadIdx.x; r++) position += chosen[r] == expert;
+        plan[PLAN_TOKENS + position] = threadIdx.x / top_k;
+        plan[PLAN_POSITIONS + threadIdx.x] = position;
+    }
+}

@@ -1,0 +1,157 @@
+"""Router's choice and routed experts through a table of addresses, against float64."""
+
+import pytest
+import torch
+
+from matrix_cases import bound, error, random_packed
+from packhorse.core.formats import PACKED
+from packhorse.kernels.cuda import launch
+from packhorse.kernels.experts.cuda import ExpertTable, expert_mix, new_counters, plan_routes, route
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (512, 10), (4, 2), (100, 1), (8, 8)])
+def test_route(num_experts, top_k, norm):
+    """The best of the softmax in order, with their weights, and a plan that sorts their routes by expert."""
+    for num in (1, 3, 16):
+        logits = torch.randn(num, num_experts, generator=torch.Generator().manual_seed(num)) * 3
+        logits[0, : num_experts // 2] = logits[0, 0]  # equal ones: the lower first
+        weights = logits.double().softmax(-1)
+        want = torch.sort(weights, dim=-1, descending=True, stable=True)
+        share = want.values[:, :top_k]
+        share = share / share.sum(-1, keepdim=True) if norm else share
+        counters = new_counters("cuda")
+        got = route(logits.cuda(), top_k, norm, counters)
+        assert got.experts.tolist() == want.indices[:, :top_k].tolist()
+        assert error(got.weights.cpu(), share) < 2e-6
+        check_plan(got, counters)
+        again = plan_routes(got.weights, got.experts.long(), counters)
+        size = 32 + 2 * 160 + 32
+        used = torch.cat((again.plan[:1], again.plan[size : size + num * top_k]))
+        assert torch.equal(used, torch.cat((got.plan[:1], got.plan[size : size + num * top_k])))
+
+
+def check_plan(routes, counters):
+    plan, ids = routes.plan.tolist(), routes.experts.flatten().tolist()
+    top_k, hit = routes.experts.shape[1], sorted(set(ids))
+    assert plan[0] == len(hit) == int(counters[0])
+    assert plan[32 : 32 + len(hit)] == hit
+    starts, tokens, places = (
+        plan[192 : 192 + len(hit) + 1],
+        plan[384 : 384 + len(ids)],
+        plan[544 : 544 + len(ids)],
+    )
+    order = sorted(range(len(ids)), key=lambda r: (ids[r], r))
+    assert starts == [sum(i < e for i in ids) for e in hit] + [len(ids)]
+    assert tokens == [r // top_k for r in order]
+    assert [order[p] for p in places] == list(range(len(ids)))
+
+
+class Experts:
+    """Experts of one layer, each in memory of its own: every second one in pinned host memory."""
+
+    def __init__(self, gate_up, down, hidden, inner, num):
+        self.gate_up = random_packed(gate_up, 2 * inner, hidden, seed=1, lead=(num,))
+        self.down = random_packed(down, hidden, inner, seed=2, lead=(num,))
+        whole = torch.cat((self.gate_up.data.flatten(1), self.down.data.flatten(1)), dim=1)
+        self.places = [one.pin_memory() if i % 2 else one.cuda() for i, one in enumerate(whole)]
+        address = torch.tensor([[0] * num, [place.data_ptr() for place in self.places]])
+        self.table = ExpertTable(address.cuda(), PACKED[gate_up], PACKED[down], hidden, inner)
+        assert self.table.expert_bytes == whole.shape[1]
+
+    def want(self, x, weights, ids):
+        """Inner values are rounded to x's dtype, as the kernel must."""
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        up_values, down_values = self.gate_up.dequantize().double(), self.down.dequantize().double()
+        for t in range(x.shape[0]):
+            for weight, e in zip(weights[t].double(), ids[t].tolist(), strict=True):
+                gate, up = (up_values[e] @ x[t].cpu().double()).chunk(2)
+                inner = (gate / (1 + (-gate).exp()) * up).to(x.dtype).double()
+                out[t] += weight.cpu() * (down_values[e] @ inner)
+        return out
+
+
+CASES = [
+    # gate_up, down, hidden, inner, experts, top_k
+    ("int4-g128", "int4-g128", 256, 128, 32, 8),
+    ("int4-g128", "int5-g32", 2048, 512, 12, 8),
+    ("q4_k", "q6_k", 512, 256, 16, 10),
+    ("int8-g32", "fp8-g128", 192, 64, 8, 2),
+    ("int4z-g64", "int6m-g16", 320, 704, 5, 3),
+    ("int4m-g32", "int8-g128", 128, 192, 40, 10),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_mix(case, dtype):
+    """Within the bound of float64; each hit expert's bytes read once; a token's bits do not depend on the others."""
+    if dtype == torch.bfloat16 and not launch.target_of(0).has_bf16:
+        pytest.skip("no bf16 on this card")
+    gate_up, down, hidden, inner, num_experts, top_k = case
+    experts = Experts(*case[:5])
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(16, hidden, generator=generator).to("cuda", dtype)
+    logits = torch.randn(16, num_experts, generator=generator).cuda()
+    logits[:, 0] += 4  # an expert that most tokens want
+    residual = torch.randn(16, hidden, generator=generator).cuda()
+    whole = None
+    for num in (16, 1, 2, 7, 9):
+        counters = new_counters("cuda")
+        routes = route(logits[:num], top_k, True, counters)
+        inner_values = torch.full((num * top_k, inner), torch.nan, dtype=dtype, device="cuda")
+        out = torch.full((num, hidden), torch.nan, device="cuda")
+        got = expert_mix(x[:num], routes, experts.table, 1, counters, inner=inner_values, out=out)
+        distinct = len(routes.experts.unique())
+        assert counters.tolist() == [distinct, distinct * experts.table.expert_bytes, 0]
+        if whole is None:
+            whole = got.clone()
+            want = experts.want(x, routes.weights, routes.experts)
+            rounded = bound(PACKED[gate_up], dtype) + bound(PACKED[down], dtype)
+            assert error(got.cpu(), want) <= 2 * rounded + torch.finfo(dtype).eps
+        assert torch.equal(got, whole[:num])
+        added = expert_mix(x[:num], routes, experts.table, 1, counters, residual=residual[:num])
+        assert error(added, got + residual[:num]) < 1e-6
+    single = route(logits[5:6], top_k, True, new_counters("cuda"))
+    assert torch.equal(expert_mix(x[5:6], single, experts.table, 1, new_counters("cuda"))[0], whole[5])
+
+
+def test_inner_values_beyond_fp16():
+    """A factor keeps them within the type; without it they become its largest and are counted."""
+    experts = Experts("int4-g128", "int4-g128", 256, 128, 4)
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16) * 3000
+    counters = new_counters("cuda")
+    routes = plan_routes(torch.ones(2, 2).cuda(), torch.tensor([[0, 1], [3, 1]]).cuda(), counters)
+    assert torch.isfinite(expert_mix(x, routes, experts.table, 1, counters)).all()
+    clipped = int(counters[2])
+    assert clipped > 0
+    got = expert_mix(x, routes, experts.table, 1, counters, factor=2.0**-10)
+    assert int(counters[2]) == clipped
+    want = experts.want((x.double() / 1024).float(), routes.weights, routes.experts)
+    assert want.isfinite().all() and got.abs().max() > 65504
+
+
+def test_captured_in_a_graph():
+    """Routes are found anew at each replay; a table entry may change between replays."""
+    experts = Experts("int4-g128", "int4-g128", 256, 128, 32)
+    x, counters = torch.randn(3, 256).to("cuda", torch.float16), new_counters("cuda")
+    logits = torch.randn(3, 32).cuda()
+    launch.prepare([], 0)
+
+    def step():
+        return expert_mix(x, route(logits, 8, True, counters), experts.table, 1, counters)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    logits.copy_(torch.randn(3, 32))
+    moved = experts.places[int(logits[0].argmax())].cuda().clone()
+    graph.replay()
+    want = step()
+    assert torch.equal(out, want)
+    experts.table.address[1, int(logits[0].argmax())] = moved.data_ptr()
+    graph.replay()
+    assert torch.equal(out, want)
