@@ -451,7 +451,7 @@ def test_metrics_count(live):
     live.wait(lambda: value("packhorse_generated_tokens_total") > before[0])
     assert value("packhorse_generated_tokens_total") - before[0] == usage["completion_tokens"]
     assert value("packhorse_prompt_tokens_total") - before[1] == usage["prompt_tokens"]
-    assert value('packhorse_bytes{consumer="pages",kind="planned"') > 0
+    assert value('packhorse_bytes{consumer="pages",kind="allocated"') > 0
     assert value('packhorse_health{status="ready"}') + value('packhorse_health{status="degraded"}') == 1
     lines = [line for line in live.get("/metrics").text.splitlines() if line and not line.startswith("#")]
     assert all(line.startswith("packhorse_") for line in lines)

@@ -20,6 +20,10 @@ from packhorse.cli.common import (
     print_json,
 )
 
+from packhorse.core.errors import UsageError
+from packhorse.facts.read import read_model
+from packhorse.plan.report import check_planned, read_saved
+
 if TYPE_CHECKING:
     from packhorse.engine.session import Session
 
@@ -96,6 +100,12 @@ ExactOption = Annotated[
     bool | None,
     typer.Option("--exact", help="Reuse and chunking change no bit; fp32, slower.", show_default=False),
 ]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE", help="Run what `packhorse plan --json` wrote.", show_default=False
+    ),
+]
 
 
 def command(
@@ -106,6 +116,7 @@ def command(
     sequences: SequencesOption = None,
     queue: QueueOption = None,
     config: ConfigOption = None,
+    plan: PlanOption = None,
     name: NameOption = None,
     context: asking.ContextOption = None,
     kv_tokens: KvTokensOption = None,
@@ -151,6 +162,15 @@ def command(
         "chat_template": None if chat_template is None else chat_template.resolve(),
     }
     model_options |= {"dtype": dtype, "kv": kv, "weights": weights, "device": device, "exact": exact}
+    planned = None if plan is None else read_saved(plan)
+    if planned is not None:
+        given = sorted(key for key in planned["engine"] if model_options.get(key) is not None)
+        if given:
+            options = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+            raise UsageError(
+                f"The plan decides what {options} would.", hint=f"Leave out {options}, or --plan."
+            )
+        model_options |= planned["engine"]
     settings, model_config = load_config(config, model, server_options, model_options)
     from packhorse.server import run
 
@@ -160,6 +180,8 @@ def command(
 
     def open_session(progress: Callable[[int, int], None]) -> Session:
         path = find_model(model, cache, offline)
+        if planned is not None:
+            check_planned(planned, read_model(path))
         from packhorse.engine.session import Session  # imports torch
 
         session = Session.open(

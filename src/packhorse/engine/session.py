@@ -21,6 +21,7 @@ from packhorse.core.protocols import Steering
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, Usage
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
+from packhorse.engine.size import Sizes
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
 from packhorse.hub.resolve import resolve
@@ -95,14 +96,16 @@ class Session:
         *,
         options: dict[str, Any] | None = None,
         notes: Sequence[str] = (),
+        sizes: Sizes | None = None,
     ) -> None:
         """Joins parts that are made already; `open` makes them. template: None continues plain text.
-        options: go to every rendering of the template."""
+        options: go to every rendering of the template. sizes: what was planned before loading."""
         self.facts = facts
         self.tokenizer = tokenizer
         self.template = template
         self.engine = engine
         self.notes = tuple(notes)
+        self.sizes = sizes
         self._options = options or {}
         self._num_answers = 0
 
@@ -150,7 +153,9 @@ class Session:
             facts, config or EngineConfig(sequences=1), lambda: Detokenizer(tokenizer), progress
         )
         notes = (*fetch_notes, *loaded.notes)
-        return cls(facts, tokenizer, template, loaded.engine, options=options, notes=notes)
+        return cls(
+            facts, tokenizer, template, loaded.engine, options=options, notes=notes, sizes=loaded.sizes
+        )
 
     @property
     def window(self) -> int:

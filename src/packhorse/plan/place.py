@@ -298,7 +298,7 @@ def _place_host(footprint: Footprint, machine: Machine, job: Job) -> Placement:
     """Everything in host memory, as the engine allocates it on a machine without a card."""
     facts, dtype = footprint.facts, footprint.recipe.dtype
     items = {"process": account.PROCESS_BYTES, **footprint.classes}
-    items["kv"] = account.kv_bytes(facts, job.kv, job.sequences * job.context, PAGE_LEN)
+    items["kv"] = job.sequences * account.kv_bytes(facts, job.kv, job.context, PAGE_LEN)
     items["states"] = (2 * job.sequences + HOST_SNAPSHOTS) * account.snapshot_bytes(facts, dtype)
     items["workspace"] = account.activation_bytes(facts, HOST_CHUNK_LEN + job.sequences)
     if job.kv != dtype:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
 from packhorse.core.types import PAGE_LEN
-from packhorse.core.units import format_bytes
+from packhorse.core.units import format_bytes, round_up
+from packhorse.facts.fields import read_object
 from packhorse.facts.machine import calibration
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.weights import expected_params
 from packhorse.plan import account
-from packhorse.plan.place import Tier
+from packhorse.plan.place import HOST_SNAPSHOTS, Tier
 from packhorse.plan.predict import (
     EXPECTED,
     HIGH,
@@ -35,7 +40,8 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
     moe = facts.moe is not None
     return {
         "version": VERSION,
-        "model": {"asked": model, "name": facts.name, "family": facts.family, "window": facts.context},
+        "model": {"asked": model, "name": facts.name, "family": facts.family, "window": facts.context}
+        | {"parameters": sum(expected_params(facts).values())},
         "machine": {"name": machine.name, "card": None if machine.card is None else machine.card.name},
         "recipe": plan.recipe.name,
         "sequences": job.sequences,
@@ -49,6 +55,7 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
         "kv": {"codec": job.kv, "bytes_per_token": account.kv_token_bytes(facts, job.kv)},
         "context": {"planned": job.context, "comfortable": plan.comfortable, "limit": plan.limit},
         "sweep_tokens": where.sweep_len,
+        "engine": _engine(plan),
         "predict": _predict(plan),
         "cost": _cost(plan, tariff),
         "alternatives": [_alternative(offer) for offer in plan.alternatives],
@@ -60,6 +67,61 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
 
 def _tier(tier: Tier) -> dict[str, Any]:
     return {"cap_bytes": tier.cap_bytes, "total_bytes": tier.total_bytes, "items": dict(tier.items)}
+
+
+def _engine(plan: Plan) -> dict[str, Any] | None:
+    """Fields of EngineConfig that run the plan; None where the engine cannot."""
+    job, dtype = plan.placement.job, plan.recipe.dtype
+    if not plan.executable:
+        return None
+    return {
+        "context": job.context,
+        "sequences": job.sequences,
+        "kv_tokens": job.sequences * round_up(job.context, PAGE_LEN),
+        "snapshots": HOST_SNAPSHOTS,
+        "dtype": dtype,
+        "kv": "auto" if job.kv == dtype else job.kv,
+        "weights": "unpacked",
+        "device": "cpu",
+    }
+
+
+def read_saved(file: Path) -> dict[str, Any]:
+    """A document of `to_document` that was kept in a file, to be run.
+
+    Raises CorruptFileError for another kind of file, DoesNotFitError where the plan does not fit, UsageError where
+    the engine cannot run it, with what it lacks.
+    """
+    document = read_object(file)
+    if document.get("version") != VERSION or not {"engine", "fits", "model"} <= set(document):
+        raise CorruptFileError(
+            f"{file} is no plan of version {VERSION}.", hint="Write one: packhorse plan MODEL --json > FILE."
+        )
+    if not document["fits"]:
+        asked = sum(tier["total_bytes"] for tier in document["tiers"].values())
+        short = sum(document["shortfall_bytes"].values())
+        raise DoesNotFitError(
+            f"The plan {file} does not fit: {format_bytes(short)} are missing.",
+            asked=asked, available=asked - short, unit="bytes", hint="Its `alternatives` do.",
+        )  # fmt: skip
+    if document["engine"] is None:
+        raise UsageError(
+            f"The engine cannot run the plan {file} yet: {'; '.join(document['not_executable'])}.",
+            hint="Plan for a machine without a card, with a recipe and a context that it runs.",
+        )
+    return document
+
+
+def check_planned(document: Mapping[str, Any], facts: ModelFacts) -> None:
+    """Raises UsageError where a plan was made for a model of another kind or size."""
+    planned = document["model"]
+    found = {"family": facts.family, "parameters": sum(expected_params(facts).values())}
+    for name, value in found.items():
+        if planned.get(name) != value:
+            raise UsageError(
+                f"The plan is for {planned.get('name')} with {name} {planned.get(name)}; {facts.name} has {value}.",
+                hint="Plan for this model.",
+            )
 
 
 def _predict(plan: Plan) -> dict[str, Any]:

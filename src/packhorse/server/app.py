@@ -69,6 +69,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
+    @app.get("/plan", response_model=schema.PlanBody, responses=_only(401, 403, 503))
+    async def plan() -> Response:
+        return JSONResponse(service.plan())
+
     @app.get("/v1/models", response_model=schema.ModelList, responses=_only(401, 403, 503))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [service.describe()]})

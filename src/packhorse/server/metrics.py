@@ -14,6 +14,7 @@ from packhorse.core.types import Usage
 from packhorse.server.worker import Status, Worker
 
 if TYPE_CHECKING:
+    from packhorse.engine.session import Session
     from packhorse.store.kv import KVStore
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -96,7 +97,7 @@ class _Live(Collector):
             for kind, count in store.kv_misfits.items():
                 misfits.add_metric([kind], count)
             yield misfits
-            yield _bytes(store, stats.pages_free)
+            yield _bytes(worker.session, stats.pages_free)
 
 
 def page_bytes(store: KVStore) -> int:
@@ -104,14 +105,30 @@ def page_bytes(store: KVStore) -> int:
     return store.storage_bytes["pages"] // max(1, store.capacity // store.page_len)
 
 
-def _bytes(store: KVStore, pages_free: int) -> Metric:
+def accounts(session: Session, pages_free: int) -> dict[str, dict[str, int]]:
+    """By consumer: bytes planned before loading, allocated by the engine, and of these in use now."""
+    store, sizes = session.engine.store, session.sizes
+    parts, weights = store.storage_bytes, session.engine.runner.model.storage_bytes
+    states = parts["states"] + parts.get("pending", 0)
+    used = parts["pages"] - pages_free * page_bytes(store)
+    found = {"weights": {"allocated": weights, "used": weights}}
+    found["pages"] = {"allocated": parts["pages"], "used": used}
+    found["states"] = {"allocated": states, "used": states}
+    if sizes is not None:
+        planned = {"weights": sizes.weight_bytes, "pages": sizes.kv_bytes, "states": sizes.state_bytes}
+        planned["workspace"] = sizes.workspace_bytes
+        for consumer, size in planned.items():
+            found.setdefault(consumer, {})["planned"] = size
+    return found
+
+
+def _bytes(session: Session, pages_free: int) -> Metric:
     gauge = GaugeMetricFamily(
         "packhorse_bytes",
-        "Bytes by tier and consumer, as planned and as used.",
+        "Bytes by tier and consumer: planned before loading, allocated, in use.",
         labels=["tier", "consumer", "kind"],
     )
-    for consumer, planned in store.storage_bytes.items():
-        gauge.add_metric(["device", consumer, "planned"], planned)
-    used = store.storage_bytes["pages"] - pages_free * page_bytes(store)
-    gauge.add_metric(["device", "pages", "used"], used)
+    for consumer, kinds in accounts(session, pages_free).items():
+        for kind, size in kinds.items():
+            gauge.add_metric(["device", consumer, kind], size)
     return gauge

@@ -291,6 +291,16 @@ class HealthBody(BaseModel):
     reason: str | None
 
 
+class PlanBody(BaseModel):
+    """Answer of /plan. bytes: by consumer, `planned` before loading, `allocated`, and in use (`used`)."""
+
+    context: int
+    sequences: int
+    device: str
+    bytes: dict[str, dict[Literal["planned", "allocated", "used"], int]]
+    process_resident_bytes: int
+
+
 class ErrorObject(BaseModel):
     """What went wrong. request_id: to be found in the server's log."""
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,7 +20,7 @@ from packhorse.server.config import SAMPLING, ModelConfig, ServerConfig
 from packhorse.server.errors import ApiError
 from packhorse.server.gate import Call
 from packhorse.server.keys import Keyring
-from packhorse.server.metrics import Metrics, page_bytes
+from packhorse.server.metrics import Metrics, accounts, page_bytes
 from packhorse.server.prompt import Defaults, Prepared, Preparer
 from packhorse.server.reply import Delta, Reply
 from packhorse.server.schema import ChatRequest, CompletionRequest, TokenizeRequest, validate
@@ -91,6 +92,19 @@ class Service:
             "owned_by": "packhorse",
             "context_length": window,
             "max_model_len": window,
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """What was planned beside what is taken, as /plan tells it."""
+        session, stats = self.session, self.worker.snapshot.store
+        store = session.engine.store
+        free = store.capacity // store.page_len if stats is None else stats.pages_free
+        return {
+            "context": session.window,
+            "sequences": self.model_config.engine.sequences,
+            "device": self.model_config.engine.device,
+            "bytes": accounts(session, free),
+            "process_resident_bytes": psutil.Process().memory_info().rss,
         }
 
     def check_model(self, name: str) -> None:
