@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from packhorse.cli import asking
-from packhorse.cli.common import CacheOption, JsonOption, ModelArgument, OfflineOption, note, print_json
+from packhorse.cli.common import (
+    CacheOption,
+    DiskOption,
+    JsonOption,
+    ModelArgument,
+    OfflineOption,
+    RamOption,
+    StoreOption,
+    close_session,
+    note,
+    print_json,
+    store_fields,
+)
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import PackhorseError, UsageError
 from packhorse.text.documents import Document, Prompt, compose
@@ -61,6 +73,9 @@ def command(
     weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
+    store: StoreOption = None,
+    disk: DiskOption = None,
+    ram: RamOption = None,
     chat_template: asking.ChatTemplateOption = None,
     raw: RawOption = False,
     stats: StatsOption = None,
@@ -82,6 +97,7 @@ def command(
         device=device,
         exact=exact,
         threads=threads,
+        **store_fields(store, disk, ram),
     )
     if raw and system is not None:
         raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")
@@ -109,8 +125,14 @@ def command(
     asking.warn_of_no_draw(given, sampling, say)
     prompt = compose(documents, asked)
     with asking.Display(stream=not json) as display:
-        answer = session.answer(messages_of(prompt, system), **display.callbacks, **sampling)
+        answer = session.answer(
+            messages_of(prompt, system),
+            label=", ".join(d.name for d in documents),
+            **display.callbacks,
+            **sampling,
+        )
     asking.warn_of_cut(answer, session.window, say)
+    close_session(session, say)
     if json:
         print_json(describe(model, session.facts.name, answer, documents, notes))
     if stats is not None:

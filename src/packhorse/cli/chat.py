@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 from packhorse.cli import asking
 from packhorse.cli.common import (
     CacheOption,
+    DiskOption,
     JsonOption,
     ModelArgument,
     OfflineOption,
+    RamOption,
+    StoreOption,
     as_typed,
+    close_session,
     note,
     print_json,
+    store_fields,
 )
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import PackhorseError, UsageError
@@ -49,6 +54,9 @@ def command(
     weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
     exact: asking.ExactOption = False,
+    store: StoreOption = None,
+    disk: DiskOption = None,
+    ram: RamOption = None,
     chat_template: asking.ChatTemplateOption = None,
     json: JsonOption = False,
     cache: CacheOption = None,
@@ -70,6 +78,7 @@ def command(
         device=device,
         exact=exact,
         threads=threads,
+        **store_fields(store, disk, ram),
     )
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(
@@ -85,13 +94,16 @@ def command(
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=False)
     asking.warn_of_no_draw(given, sampling, note)
     conversation = Conversation(session, sampling, system, documents, stream=not json)
-    if sys.stdin.isatty():
-        note("Ask away; /help lists commands.")
-        run(conversation, typed_lines())
-    else:
-        for line in piped_lines():
-            if not conversation.take(line):
-                break
+    try:
+        if sys.stdin.isatty():
+            note("Ask away; /help lists commands.")
+            run(conversation, typed_lines())
+        else:
+            for line in piped_lines():
+                if not conversation.take(line):
+                    break
+    finally:
+        close_session(session, note)
     if json:
         print_json({"model": model, "name": session.facts.name, "turns": conversation.turns})
 
@@ -150,6 +162,7 @@ class Conversation:
         asked = {"role": "user", "content": compose(self.documents, question).parts}
         with asking.Display(stream=self._stream) as display:
             answer = self.session.answer([*self.messages, asked], **display.callbacks, **self.sampling)
+        self.session.flush()
         answered = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
             answered["reasoning_content"] = answer.reasoning

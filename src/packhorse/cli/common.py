@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from packhorse.core.errors import UsageError
+from packhorse.core.units import parse_bytes
 from packhorse.hub.resolve import Progress, resolve
 
 if TYPE_CHECKING:
+    from packhorse.engine.session import Session
     from packhorse.facts.model import ModelFacts
 
 ModelArgument = Annotated[
@@ -36,6 +39,44 @@ CacheOption = Annotated[
     ),
 ]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
+StoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        help="Keep what is read in this folder: later processes do not read it again.",
+        show_default=False,
+    ),
+]
+DiskOption = Annotated[
+    str | None,
+    typer.Option("--disk", metavar="SIZE", help="What the store may take. [default: 64GiB]"),
+]
+RamOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ram", metavar="SIZE", help="Host memory for what the KV pool has no room for. [default: none]"
+    ),
+]
+
+
+def store_fields(store: Path | None, disk: str | None, ram: str | None) -> dict[str, Any]:
+    """The fields of EngineConfig that were given. Raises UsageError where one does nothing, or is no size."""
+    if disk is not None and store is None:
+        raise UsageError("--disk bounds a store, and there is none.", hint="Give --store DIR too.")
+    given = {
+        "store": None if store is None else store.resolve(),
+        "disk": None if disk is None else parse_bytes(disk),
+        "ram": None if ram is None else parse_bytes(ram),
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def close_session(session: Session, say: Callable[[str], None]) -> None:
+    """Wait until what was read is kept; `say` gets what went wrong with that."""
+    trouble = session.close()
+    if trouble:
+        say(f"Warning: what was read may not be kept: {trouble}.")
 
 
 def note(text: str) -> None:

@@ -42,6 +42,7 @@ COMMANDS: dict[str, Entry] = {
     "serve": Entry("packhorse.cli.serve", "Serve a model through OpenAI's API."),
     "bench": Entry("packhorse.cli.bench", "Measure a server under load."),
     "verify": Entry("packhorse.cli.verify", "Measure whether a model finds what it has read."),
+    "cache": Entry("packhorse.cli.cache", "Show, pin, check and delete what a store holds."),
     "version": Entry("packhorse.cli.version", "Print the versions of packhorse and what it runs on."),
 }
 

@@ -12,14 +12,17 @@ import typer
 from packhorse.cli import asking
 from packhorse.cli.common import (
     CacheOption,
+    DiskOption,
     JsonOption,
     ModelArgument,
     OfflineOption,
+    RamOption,
+    StoreOption,
     find_model,
     note,
     print_json,
+    store_fields,
 )
-
 from packhorse.core.errors import UsageError
 from packhorse.facts.read import read_model
 from packhorse.plan.report import check_planned, read_saved
@@ -128,6 +131,9 @@ def command(
     weights: WeightsOption = None,
     device: DeviceOption = None,
     exact: ExactOption = None,
+    store: StoreOption = None,
+    disk: DiskOption = None,
+    ram: RamOption = None,
     chat_template: asking.ChatTemplateOption = None,
     cors: CorsOption = None,
     body_limit: BodyLimitOption = None,
@@ -171,6 +177,7 @@ def command(
                 f"The plan decides what {options} would.", hint=f"Leave out {options}, or --plan."
             )
         model_options |= planned["engine"]
+    model_options |= store_fields(store, disk, ram)
     settings, model_config = load_config(config, model, server_options, model_options)
     from packhorse.server import run
 

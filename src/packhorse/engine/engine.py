@@ -122,9 +122,17 @@ class Engine:
         if self.store.lower is not None:
             self.store.lower.advance(WRITE_BEHIND_BYTES)
 
-    def close(self) -> None:
-        """Wait until what is to be kept is durable. Nothing can be asked afterwards."""
+    def flush(self) -> None:
+        """Wait until what is to be kept is durable, or has failed to be."""
+        if self.store.lower is not None:
+            self.store.lower.flush()
+
+    def close(self) -> str:
+        """`flush`, and let go of the tiers below the device. What is wrong with them, if anything is."""
+        self.flush()
+        trouble = "" if self.store.lower is None else self.store.lower.trouble
         self.store.close_tiers()
+        return trouble
 
     def recover(self, error: PackhorseError) -> list[Event]:
         """After `step` raised: undo that step, and end with `error` whoever is at fault.

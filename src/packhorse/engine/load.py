@@ -80,6 +80,7 @@ def load_engine(
         number = 0 if disk is None else disk.add_model(identity, about)
         store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
     engine = Engine(
+        about["page_len"] = str(config.page_len)
         Runner(model),
         store,
         sequences=config.sequences,

@@ -162,9 +162,14 @@ class Session:
         """Tokens one prompt and its answer may have."""
         return self.engine.window
 
-    def close(self) -> None:
-        """Wait until what is to be kept for later processes is on disk. Nothing can be asked afterwards."""
-        self.engine.close()
+    def flush(self) -> None:
+        """Wait until what is to be kept for later processes is on disk."""
+        self.engine.flush()
+
+    def close(self) -> str:
+        """`flush`, and let go of the store: nothing can be asked afterwards. What went wrong with keeping, if
+        anything did."""
+        return self.engine.close()
 
     def answer(
         self,

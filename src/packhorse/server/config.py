@@ -117,6 +117,11 @@ def load_config(
         own["chat_template"] = base / own["chat_template"]
     if server_fields.get("api_key_file") is not None:
         server_fields["api_key_file"] = base / server_fields["api_key_file"]
+    for name in ("ram", "disk"):
+        if isinstance(merged.get(name), str):
+            merged[name] = parse_bytes(merged[name])
+    if merged.get("store") is not None:
+        merged["store"] = base / merged["store"]
     if isinstance(server_fields.get("body_limit"), str):
         server_fields["body_limit"] = parse_bytes(server_fields["body_limit"])
     if "cors" in server_fields:

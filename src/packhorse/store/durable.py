@@ -32,12 +32,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from packhorse.core.errors import CorruptFileError, RefusedError, UsageError
 from packhorse.core.units import GIB, MIB, format_bytes, round_up
-from packhorse.store.records import BLOCK, Image, Kind, Record, UnreadableError, anonymous
+from packhorse.store.prefix import chain_value
+from packhorse.store.records import BLOCK, Image, Kind, Record, UnreadableError, anonymous, walk
 
 LAYOUT = 1
 """Of folder, index and files. A store of an older one is emptied, one of a newer one is refused."""
@@ -50,6 +52,7 @@ STEPS = (
 )  # fmt: skip
 """Where a write or an eviction may be cut short, in order."""
 
+_TOKEN_BYTES = 4
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{32}")
 _SCHEMA = """
@@ -391,20 +394,32 @@ class DurableStore:
         )
         return [Prefix(*row) for row in self._reader.execute(query)]
 
-    def set_pinned(self, prefix: Prefix, pinned: bool, held: Mapping[int, Sequence[Record]]) -> None:
-        """Keep a prefix from eviction, or not any more. held: records of the prefixes pinned from now on."""
+    def records_of(self, prefix: Prefix) -> list[DiskRecord]:
+        """What a prefix needs, as far as it is there: pages and states."""
+        page_bytes = _TOKEN_BYTES * int(self.models()[prefix.model]["page_len"])
+        chain = partial(chain_value, self.secret)
+        num_pages = len(prefix.tokens) // page_bytes
+        walked = walk([self], prefix.root, prefix.tokens, num_pages, page_bytes, chain)
+        pages = [piece.record for piece in walked.pieces]
+        return [r for r in (*pages, *self.states(walked.keys).values()) if isinstance(r, DiskRecord)]
+
+    def set_pinned(self, prefix: Prefix, pinned: bool) -> None:
+        """Keep what a prefix needs from eviction, or not any more."""
+        others = [p for p in self.prefixes() if p.pinned and p.id != prefix.id]
+        held = {record.id for p in [*others, *[prefix] * pinned] for record in self.records_of(p)}
         with self._transaction() as write:
             write.execute("UPDATE prefixes SET pinned = ? WHERE id = ?", (pinned, prefix.id))
             write.execute("UPDATE records SET pinned = 0")
-            for record in (record for records in held.values() for record in records):
-                assert isinstance(record, DiskRecord)
-                write.execute("UPDATE records SET pinned = 1 WHERE id = ?", (record.id,))
+            write.executemany("UPDATE records SET pinned = 1 WHERE id = ?", [(number,) for number in held])
 
-    def remove(self, prefix: Prefix, records: Sequence[Record]) -> None:
-        """Forget a prefix, and these records, which no other needs."""
+    def remove(self, prefix: Prefix) -> int:
+        """Forget a prefix and what no other needs; bytes that are free now."""
+        needed = {r.id for p in self.prefixes() if p.id != prefix.id for r in self.records_of(p)}
+        doomed = [r for r in self.records_of(prefix) if r.id not in needed]
         with self._transaction() as write:
             write.execute("DELETE FROM prefixes WHERE id = ?", (prefix.id,))
-        self._delete([(r.id, r.model, r.file) for r in records if isinstance(r, DiskRecord)])
+        self._delete([(r.id, r.model, r.file) for r in doomed])
+        return sum(r.num_bytes for r in doomed)
 
     def verify(self) -> Iterator[tuple[Path, str]]:
         """Read every file; yields those that cannot be used, and why. Changes nothing."""

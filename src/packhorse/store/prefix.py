@@ -27,6 +27,11 @@ def encode_tokens(token_ids: Iterable[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
+def chain_value(secret: bytes, key: bytes, page: bytes | bytearray) -> bytes:
+    """What stands for a chain: its value one page before, and that page's encoded tokens, hashed with a key."""
+    return blake2b(key + page, digest_size=32, key=secret).digest()
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """Pages [start, stop) of one token chain.
@@ -214,8 +219,8 @@ class PrefixTree:
             entry.last_used = clock
 
     def chain_value(self, key: bytes, page: bytes | bytearray) -> bytes:
-        """What stands for a chain: its value one page before, and that page's encoded tokens, hashed."""
-        return blake2b(key + page, digest_size=32, key=self._secret).digest()
+        """See the function."""
+        return chain_value(self._secret, key, page)
 
     def _upwards(self, tip: Entry, above: Entry | None) -> Iterator[Entry]:
         while tip.parent is not None and tip is not above:

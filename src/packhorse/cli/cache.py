@@ -1,0 +1,211 @@
+"""packhorse cache: what a store holds, for people. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from packhorse.cli import asking
+from packhorse.cli.common import (
+    CacheOption,
+    JsonOption,
+    OfflineOption,
+    find_model,
+    note,
+    print_json,
+)
+from packhorse.core.errors import CorruptFileError, PackhorseError, UsageError
+from packhorse.core.units import format_bytes
+from packhorse.facts.read import read_model
+from packhorse.store.durable import DurableStore, Prefix, wipe
+from packhorse.text.documents import compose
+from packhorse.text.template import ChatTemplate, mark_positions
+from packhorse.text.tokenizer import Tokenizer
+
+SHOWN_CHARS = 240
+"""Of a text that is shown."""
+
+
+class Action(StrEnum):
+    """What is done with a store."""
+
+    LS = "ls"
+    SHOW = "show"
+    PIN = "pin"
+    UNPIN = "unpin"
+    RM = "rm"
+    WHY = "why"
+    VERIFY = "verify"
+    WIPE = "wipe"
+
+
+TARGETS = {
+    Action.LS: (), Action.SHOW: ("ID",), Action.PIN: ("ID",), Action.UNPIN: ("ID",), Action.RM: ("ID",),
+    Action.WHY: ("MODEL", "QUESTION"), Action.VERIFY: (), Action.WIPE: (),
+}  # fmt: skip
+
+ActionArgument = Annotated[
+    Action,
+    typer.Argument(
+        help="ls: what was read. show, pin, unpin, rm: one of these. why: where a question (as in ask) parts from "
+        "what is stored. verify: read and check every file. wipe: delete all."
+    ),
+]
+TargetArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ID | MODEL QUESTION]", help="An id that ls shows; for why a question."),
+]
+StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", help="The store's folder.")]
+
+
+def command(
+    action: ActionArgument,
+    store: StoreOption,
+    target: TargetArgument = None,
+    document: asking.DocumentOption = None,
+    json: JsonOption = False,
+    cache: CacheOption = None,
+    offline: OfflineOption = False,
+) -> None:
+    """Every action prints what it found or did; verify ends with exit code 4 where a file is damaged."""
+    given, wanted = target or [], TARGETS[action]
+    if len(given) != len(wanted):
+        raise UsageError(
+            f"cache {action} takes {' and '.join(wanted) or 'no target'}, and {len(given)} were given.",
+            hint="See `packhorse cache --help`.",
+        )
+    if document and action is not Action.WHY:
+        raise UsageError("--document is for cache why alone.", hint="Leave it out.")
+    if action is Action.WIPE:
+        wipe(store)
+        found: dict[str, Any] = {"deleted": str(store)}
+    else:
+        if not (store / "secret").is_file():
+            raise UsageError(f"{store} is no store.", hint="Give --store the folder of one.")
+        # The quota is the writers' affair: nothing is evicted here.
+        opened = DurableStore(store, quota=1 << 62)
+        try:
+            if action is Action.WHY:
+                found = why(opened, find_model(given[0], cache, offline), given[1], document or [])
+            else:
+                found = act(opened, action, given)
+        finally:
+            opened.close()
+    if json:
+        print_json(found)
+    else:
+        show(found)
+    if damaged := found.get("damaged"):
+        raise CorruptFileError(
+            f"{len(damaged)} files of {store} are damaged: {', '.join(damaged)}.",
+            hint="They are passed over and replaced when their text is read again.",
+        )
+
+
+def act(store: DurableStore, action: Action, given: list[str]) -> dict[str, Any]:
+    """Do what was asked; a JSON-ready document of what was found or done."""
+    if action is Action.LS:
+        return {**store.usage(), "prefixes": [describe(store, prefix) for prefix in store.prefixes()]}
+    if action is Action.VERIFY:
+        damaged = {str(path): reason for path, reason in store.verify()}
+        return {**store.usage(), "damaged": damaged}
+    prefix = find_prefix(store, given[0])
+    described = describe(store, prefix)
+    if action is Action.SHOW:
+        return {**described, **store.models()[prefix.model], "text": stored_text(store, prefix)}
+    if action is Action.RM:
+        return {**described, "freed_bytes": store.remove(prefix)}
+    store.set_pinned(prefix, action is Action.PIN)
+    return {**described, "pinned": action is Action.PIN}
+
+
+def find_prefix(store: DurableStore, name: str) -> Prefix:
+    """The prefix of an id that `ls` shows, or of its beginning. Raises UsageError where none or several are."""
+    found = [prefix for prefix in store.prefixes() if prefix.key.hex().startswith(name)]
+    if len(found) != 1:
+        raise UsageError(
+            f"{len(found) or 'No'} stored prefix{'es begin' if found else ' begins'} with {name!r}.",
+            hint="`packhorse cache ls` shows their ids.",
+        )
+    return found[0]
+
+
+def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
+    """A prefix as a JSON-ready document. bytes: of all that it needs, shared or not. stored_tokens: of its tokens
+    those whose pages are still there."""
+    records = store.records_of(prefix)
+    return {
+        "id": prefix.key.hex()[:12],
+        "label": prefix.label,
+        "model": store.models()[prefix.model]["name"],
+        "tokens": len(prefix.tokens) // 4,
+        "stored_tokens": max((r.stop for r in records), default=0),
+        "bytes": sum(r.num_bytes for r in records),
+        "pinned": bool(prefix.pinned),
+        "asked": prefix.hits + 1,
+        "last_used": time.strftime("%Y-%m-%d %H:%M", time.localtime(prefix.used)),
+    }
+
+
+def stored_text(store: DurableStore, prefix: Prefix) -> str:
+    """How the prefix begins and ends, where its model's tokenizer is still there."""
+    try:
+        tokenizer = Tokenizer.load(read_model(Path(store.models()[prefix.model]["path"])))
+    except PackhorseError as error:
+        note(f"The text is not shown: {error}")
+        return ""
+    text = tokenizer.decode(list(array("I", prefix.tokens)), skip_special=False)
+    half = SHOWN_CHARS // 2
+    return text if len(text) <= SHOWN_CHARS else f"{text[:half]} [...] {text[-half:]}"
+
+
+def why(store: DurableStore, path: Path, question: str, documents: list[Path]) -> dict[str, Any]:
+    """The stored prefix that a question goes furthest with, and where and how they part."""
+    facts = read_model(path)
+    tokenizer = Tokenizer.load(facts)
+    template = ChatTemplate.load(facts, tokenizer, None)
+    prompt = compose(asking.read_documents(documents, note), question)
+    ids, _ = mark_positions(template, tokenizer, [{"role": "user", "content": prompt.parts}])
+    best: tuple[int, Prefix] | None = None
+    for prefix in store.prefixes():
+        if store.models()[prefix.model]["name"] == facts.name:
+            stored = array("I", prefix.tokens)
+            agreed = next((i for i, (a, b) in enumerate(zip(ids, stored, strict=False)) if a != b), None)
+            length = min(len(ids), len(stored)) if agreed is None else agreed
+            if best is None or length > best[0]:
+                best = length, prefix
+    if best is None:
+        return {"tokens": len(ids), "agreed_tokens": 0, "reason": f"nothing of {facts.name} is stored"}
+    length, prefix = best
+    stored = array("I", prefix.tokens)
+
+    def text(tokens: Any) -> str:
+        return tokenizer.decode(list(tokens), skip_special=False)
+
+    return {
+        **describe(store, prefix),
+        "tokens": len(ids),
+        "agreed_tokens": length,
+        "after": text(ids[max(0, length - 24) : length]),
+        "asked_text": text(ids[length : length + 24]),
+        "stored_text": text(stored[length : length + 24]),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print a document as lines for people."""
+    for prefix in found.get("prefixes", ()):
+        print(
+            f"{prefix['id']}  {prefix['tokens']:>9,} tokens  {format_bytes(prefix['bytes']):>11}  "
+            f"{prefix['last_used']}  {'pinned  ' if prefix['pinned'] else ''}{prefix['model']}  {prefix['label']}"
+        )
+    for name, value in found.items():
+        if name == "damaged":
+            print(f"damaged: {len(value)}")
+        elif name != "prefixes":
+            print(f"{name}: {format_bytes(value) if name.endswith('bytes') else value}")

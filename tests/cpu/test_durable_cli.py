@@ -1,0 +1,150 @@
+"""packhorse ask --store, again in another engine; packhorse cache."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from chats import PLAIN, shared_folder
+from packhorse.cli import main as cli
+
+FIXED = ("--threads", "1", "--context", "2048", "--exact", "--max-tokens", "4")
+QUESTION = "How many mules?"
+
+
+@pytest.fixture
+def hut(tmp_path) -> Path:
+    path = tmp_path / "hut.txt"
+    path.write_text("The hut has nine mules and one warden. " * 24)
+    return path
+
+
+def ask(
+    store: Path, document: Path, *args: object, family: str = "qwen3_5", model: Path | None = None
+) -> int:
+    model = model or shared_folder(family, PLAIN)
+    return cli.run(
+        ["ask", str(model), *FIXED, "--store", str(store), "--document", str(document), *map(str, args)]
+    )
+
+
+def figures(capsys) -> tuple[int, int, str]:
+    """Tokens read and reused, and the answer."""
+    captured = capsys.readouterr()
+    found = re.fullmatch(r"read (\d+) tokens, reused (\d+), .*", captured.err.splitlines()[-1])
+    return int(found[1]), int(found[2]), captured.out
+
+
+def cache(capsys, *args: object) -> dict:
+    assert cli.run(["cache", *map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_ask_again_reads_nothing_again(tmp_path, capsys, hut, family):
+    store = tmp_path / "s"
+    assert ask(store, hut, QUESTION, family=family) == 0
+    read, reused, answer = figures(capsys)
+    assert (read > 900, reused) == (True, 0)
+    assert ask(store, hut, QUESTION, family=family) == 0
+    assert figures(capsys) == (read, (read - 1) // 64 * 64, answer)
+    assert ask(store, hut, "Who is the warden of it?", family=family) == 0
+    _, reused, other = figures(capsys)
+    assert reused >= read - 128
+    shutil.rmtree(store)
+    assert ask(store, hut, "Who is the warden of it?", family=family) == 0
+    assert figures(capsys)[2] == other, "what was restored changes no answer"
+
+
+def changed(tmp_path: Path, what: str) -> Path:
+    """The model with one thing about it changed."""
+    folder = Path(shutil.copytree(shared_folder("qwen3_5", PLAIN), tmp_path / "model"))
+    if what == "weight":
+        path = folder / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-2] ^= 1
+        path.write_bytes(data)
+    elif what == "tokenizer":
+        path = folder / "tokenizer.json"
+        path.write_text(path.read_text() + "\n")
+    elif what == "rope":
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        config["rope_parameters"] = {**config["rope_parameters"], "rope_theta": 9999.0}
+        path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("what", ["nothing", "weight", "tokenizer", "rope", "codec", "exact"])
+def test_another_identity_is_not_hit(tmp_path, capsys, hut, what):
+    store = tmp_path / "s"
+    same = changed(tmp_path / "a", "nothing")
+    assert ask(store, hut, QUESTION, model=same) == 0
+    figures(capsys)
+    other = changed(tmp_path / "b", what)
+    more = {"codec": ("--kv", "bf16"), "exact": ("--dtype", "fp32")}.get(what, ())
+    arguments = [a for a in FIXED if a != "--exact" or what != "exact"]
+    args = ["ask", str(other), *arguments, "--store", str(store), "--document", str(hut), *more, QUESTION]
+    assert cli.run(args) == 0
+    assert (figures(capsys)[1] == 0) is (what != "nothing")
+
+
+def test_cache(tmp_path, capsys, hut):
+    store = tmp_path / "s"
+    ask(store, hut, QUESTION)
+    ask(store, hut, "Who is the warden of it?")
+    other = tmp_path / "inn.txt"
+    other.write_text("The inn has two stables. " * 40)
+    ask(store, other, QUESTION)
+    capsys.readouterr()
+    found = cache(capsys, "ls", "--store", store)
+    assert [p["label"] for p in found["prefixes"]] == ["inn.txt", "hut.txt", "hut.txt"]
+    assert all(p["tokens"] == p["stored_tokens"] > 900 for p in found["prefixes"])
+    inn, last, first = (p["id"] for p in found["prefixes"])
+    assert "nine mules" in cache(capsys, "show", first, "--store", store)["text"]
+    assert cache(capsys, "verify", "--store", store)["damaged"] == {}
+    assert cache(capsys, "pin", last, "--store", store)["pinned"] is True
+    assert cache(capsys, "ls", "--store", store)["prefixes"][1]["pinned"] is True
+    freed = cache(capsys, "rm", first, "--store", store)["freed_bytes"]
+    assert 0 < freed < found["prefixes"][2]["bytes"], "what another needs stays"
+    assert cache(capsys, "show", last, "--store", store)["stored_tokens"] > 900
+    model = str(shared_folder("qwen3_5", PLAIN))
+    hut.write_text(hut.read_text().replace("warden. The hut", "warden. The barn", 1))
+    parted = cache(capsys, "why", model, QUESTION, "--document", hut, "--store", store)
+    assert parted["label"] == "hut.txt" and parted["after"].endswith("warden. The ")
+    assert parted["asked_text"].startswith("barn") and parted["stored_text"].startswith("hut")
+    assert cli.run(["cache", "ls", "--store", str(store)]) == 0
+    assert inn in capsys.readouterr().out
+    next((store / "models").glob("*/*")).write_bytes(b"x")
+    assert cli.run(["cache", "verify", "--store", str(store)]) == 4
+    assert "1 files" in capsys.readouterr().err
+    assert cache(capsys, "wipe", "--store", store) == {"deleted": str(store)}
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["ls"], "is no store"),
+        (["show"], "takes ID, and 0 were given"),
+        (["ls", "x"], "takes no target, and 1 were given"),
+        (["ls", "--document", "x.txt"], "for cache why alone"),
+        (["wipe"], "is no store"),
+    ],
+)
+def test_wrong_uses(tmp_path, capsys, args, words):
+    assert cli.run(["cache", *args, "--store", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_options_that_do_nothing_are_refused(tmp_path, capsys, hut):
+    assert cli.run(["ask", "x", "--disk", "1GiB", QUESTION]) == 2
+    assert "there is none" in capsys.readouterr().err
+    assert ask(tmp_path / "s", hut, "--disk", "1MiB", QUESTION) == 2
+    assert "is the least" in capsys.readouterr().err
+    assert ask(tmp_path, hut, QUESTION) == 2
+    assert "is no store" in capsys.readouterr().err
+    assert cli.run(["ask", str(shared_folder("qwen3_5", PLAIN)), "--ram", "900TiB", QUESTION]) == 3
+    assert "921600.00 GiB" in capsys.readouterr().err
