@@ -283,6 +283,11 @@ class Fp8Pages(_PlanePages):
         )
 
     @property
+    def misfits(self) -> Tensor:
+        """int64 [2] on the pages' device, to which whoever writes pages adds: saturated, subnormal."""
+        return self._counts
+
+    @property
     def counts(self) -> dict[str, int]:
         """See CodecPages."""
         saturated, subnormal = self._counts.tolist()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from packhorse.core.protocols import DeltaState, KVView, Segment
 from packhorse.core.types import Span
 from packhorse.core.units import ceil_div
 from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
-from packhorse.quant.codec import CodecPages
+from packhorse.quant.codec import CodecPages, Fp8Pages
 from packhorse.store.durable import DurableStore
 from packhorse.store.evict import LeafQueue, thinnable
 from packhorse.store.lower import MIN_TOKENS, KeepJob, LowerTiers
@@ -54,6 +55,16 @@ class StoreStats:
     evicted_entries: int
     thinned_entries: int
     skipped_snapshots: int
+
+
+class LayerMemory(NamedTuple):
+    """One layer's part of the device. A full-attention layer: pages, uint8 [pages, page_bytes], and what its codec
+    counts, int64 [2], if it does. A linear layer: conv [slots, C, K - 1], recurrent [slots, Hv, Dk, Dv]."""
+
+    pages: Tensor | None
+    misfits: Tensor | None
+    conv: Tensor | None
+    recurrent: Tensor | None
 
 
 @dataclass
@@ -218,6 +229,15 @@ class KVStore:
             open_sequences=len(self._open),
             **vars(self._counters),
         )
+
+    def layer_memory(self, layer: int) -> LayerMemory:
+        """What kernels of decode steps read and write of a layer, by page ids and state slots; valid as long as the
+        store. What they change is completed as any step's is."""
+        if layer in self._bound:
+            bound = self._bound[layer]
+            misfits = bound.misfits if isinstance(bound, Fp8Pages) else None
+            return LayerMemory(self._tier.pages(layer), misfits, None, None)
+        return LayerMemory(None, None, *self._tier.delta_pool(layer))
 
     @property
     def kv_misfits(self) -> dict[str, int]:

@@ -146,6 +146,18 @@ class ComputeTier:
         """Views of a linear layer's state in each active slot."""
         return self._delta_states[layer]
 
+    def delta_pool(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A linear layer's states in all slots: conv [slots, C, K - 1] and recurrent [slots, Hv, Dk, Dv], views
+        whose slots lie `state_bytes` apart."""
+        geometry = self.geometry
+        first, slots = self._delta_states[layer][0], len(self._states)
+
+        def pool(state: Tensor) -> Tensor:
+            stride = geometry.state_bytes // state.element_size()
+            return state.as_strided((slots, *state.shape), (stride, *state.stride()))
+
+        return pool(first.conv), pool(first.recurrent)
+
     @property
     def storage_bytes(self) -> Mapping[str, int]:
         """Bytes by part: see `Tier`."""

@@ -3,7 +3,7 @@
 // Layout: docs/formats.md. A warp takes a tile: lane (g, t) writes columns 16t .. 16t+15 of rows g and g + 8, so a
 // row's 64 columns leave as one or two whole lines. Every value is computed in fp32 and rounded once.
 //
-// BITS 4, 5, 6, 8; KIND 0 symmetric, 1 zero, 2 min, 3 fp8, 4 k, 5 q6_k; GROUP columns; OUT 0 fp16, 1 bf16, 2 fp32.
+// Matrices of a stack lie matrix_bytes apart. BITS 4, 5, 6, 8; KIND 0 symmetric, 1 zero, 2 min, 3 fp8, 4 k, 5 q6_k; GROUP columns; OUT 0 fp16, 1 bf16, 2 fp32.
 #include "mma.cuh"
 
 #if OUT == 0
@@ -76,16 +76,17 @@ struct Meaning {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 unpack(const unsigned char* __restrict__ data, Value* __restrict__ out, long long row_blocks, int blocks_a_matrix,
-       int num_rows, int num_cols, long long row_bytes) {
+       int num_rows, int num_cols, long long row_bytes, long long matrix_bytes) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int tiles = (num_cols + 63) / 64;
     const int tile = blockIdx.x * WARPS + threadIdx.x / 32;
     const long long row_block = blockIdx.y + (long long)gridDim.y * blockIdx.z;
     if (tile >= tiles || row_block >= row_blocks) return;
-    const unsigned char* header = data + row_block * row_bytes + (long long)(tile / BLOCK_TILES) * BLOCK;
+    const long long matrix = row_block / blocks_a_matrix, block = row_block % blocks_a_matrix;
+    const int first_row = int(block) * 16;
+    const unsigned char* header =
+        data + matrix * matrix_bytes + block * row_bytes + (long long)(tile / BLOCK_TILES) * BLOCK;
     const unsigned char* body = header + HEADER + (tile % BLOCK_TILES) * TILE;
-    const long long matrix = row_block / blocks_a_matrix;
-    const int first_row = int(row_block % blocks_a_matrix) * 16;
 #if BITS == 8
     unsigned char codes[32];
     *reinterpret_cast<uint4*>(codes) = *reinterpret_cast<const uint4*>(body + 16 * lane);

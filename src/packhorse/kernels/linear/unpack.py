@@ -58,10 +58,12 @@ def unpacked(weight: PackedTensor, start: int, stop: int, dtype: torch.dtype) ->
 
 
 def unpack_into(packed: PackedTensor, out: Tensor) -> Tensor:
-    """Write the values [L, N, K] of `packed`, which lies on a card, into `out` of a compute type: contiguous, the
-    same number of values. The values are those of PackedTensor.dequantize, bit for bit. Returns `out`."""
-    assert out.is_contiguous() and out.shape == packed.shape and packed.data.is_contiguous()
-    *_, blocks, row_bytes = packed.data.shape
+    """Write the values [L, N, K] of `packed`, which lies on a card, into `out` of a compute type and of that shape,
+    contiguous. Matrices of a stack may lie apart. The values are those of PackedTensor.dequantize, bit for bit.
+    Returns `out`."""
+    *lead, blocks, row_bytes = packed.data.shape
+    assert out.is_contiguous() and out.shape == packed.shape
+    assert len(lead) <= 1 and packed.data.stride()[-2:] == (row_bytes, 1)
     row_blocks = packed.data.numel() // row_bytes
     tiles = ceil_div(packed.num_cols, 64)
     height = min(row_blocks, _GRID_Y)
@@ -76,6 +78,7 @@ def unpack_into(packed: PackedTensor, out: Tensor) -> Tensor:
         packed.num_rows,
         packed.num_cols,
         row_bytes,
+        packed.data.stride(0) if lead else 0,
         device=packed.data.device,
     )
     return out
