@@ -108,6 +108,17 @@ def config_fields(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return fields | heads | _special_ids(top, text, family)
 
 
+def quantization_fields(config: Mapping[str, Any], file: Path) -> Fields | None:
+    """The fields of quantization_config, beside the text model's or in it; None without one."""
+    top = Fields(config, file)
+    for fields in (top, top.table("text_config") or top):
+        for key in ("quantization_config", "compression_config"):
+            quant = fields.table(key)
+            if quant is not None:
+                return quant
+    return None
+
+
 def _family(top: Fields) -> str:
     """The family that architectures and model_type name, which must agree."""
     hint = f"Packhorse runs {', '.join(ARCHITECTURES)}."
@@ -141,17 +152,6 @@ def _family(top: Fields) -> str:
 
 
 def _refuse_features(top: Fields, text: Fields) -> None:
-    for fields in (top, text):
-        for key in ("quantization_config", "compression_config"):
-            quant = fields.table(key)
-            if quant is not None:
-                method = quant.text("quant_method") or "of an unnamed method"
-                raise UnsupportedModelError(
-                    f"{top.file}: the weights are packed ({method}), and packed weights are not supported"
-                    " in safetensors files.",
-                    hint="Use the model's BF16 checkpoint, or a GGUF file (Q8_0, Q4_0 to Q5_1, K-quants).",
-                    quant_method=method,
-                )
     if text.get("kv_lora_rank") is not None:
         raise UnsupportedModelError(
             f"{top.file}: kv_lora_rank is {text.get('kv_lora_rank')}: multi-head latent attention is not"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packhorse.core.formats import Format
+from packhorse.core.formats import Format, PackedFormat
 from packhorse.core.types import LayerKind
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -100,12 +100,33 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of a checkpoint folder that is packed over several tensors. name: of its weight, in the files.
+
+    shape: [N, K], or [E, N, K] for experts in one. layout: of which method; facts/quantization.py names the
+    tensors' roles. group_len: columns that share a scale as stored. permuted: columns are in groups by another
+    order (act-order). zero_shift: what stored zeros lack. row_block: rows that share an FP8 scale, 0: each its own.
+    """
+
+    name: str
+    form: PackedFormat
+    shape: tuple[int, ...]
+    layout: str
+    tensors: Mapping[str, TensorFacts]
+    group_len: int
+    permuted: bool = False
+    zero_shift: int = 0
+    row_block: int = 0
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Everything known of a model before a byte of weights is read.
 
     container: safetensors, gguf, or config (a folder without weights: enough to plan). norm_offset: norms
     are stored so that the factor is 1 + w. notes: what is in the files and not used (vision, MTP).
     generation: sampling defaults of generation_config.json. stored_dtype: torch_dtype of the config, if any.
+    stored: packed matrices of a folder, by the name transformers gives their weight.
     """
 
     family: str
@@ -138,6 +159,7 @@ class ModelFacts:
     stored_dtype: str | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, TensorFacts] = field(default_factory=dict)
+    stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     num_mtp_layers: int = 0
     notes: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packhorse.core.formats import PACKED, TILE_ROWS, PackedFormat
 from packhorse.facts.gguf_model import is_mtp_block
-from packhorse.facts.model import ModelFacts
+from packhorse.facts.model import ModelFacts, StoredMatrix
 from packhorse.facts.weights import class_of
 
 _INDEX_BYTES = 8
@@ -42,8 +42,32 @@ def packed_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:
     Left out is what the loader unpacks: types that no packed format holds, routers, and experts whose gate and
     up matrices differ in format or do not meet at a row block.
     """
-    if facts.container == "gguf":
-        yield from _gguf_matrices(facts)
+    yield from _gguf_matrices(facts) if facts.container == "gguf" else _stored_matrices(facts)
+
+
+def _stored_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:
+    experts: dict[tuple[str, bool], list[StoredMatrix]] = {}
+    for name, matrix in facts.stored.items():
+        kind = class_of(name, facts)
+        if kind == "experts":
+            block = name.partition(".experts.")[0]
+            experts.setdefault((block, "down_proj" in name), []).append(matrix)
+        elif kind not in ("router", "other"):
+            rows, cols = matrix.shape
+            yield PackedMatrix(kind, matrix.form, rows, cols, permuted=matrix.permuted)
+    for (_, down), parts in experts.items():
+        assert facts.moe is not None
+        *num, rows, cols = parts[0].shape
+        fused = bool(num)
+        whole = len(parts) == (1 if fused else facts.moe.num_experts * (1 if down else 2))
+        aligned = down or fused or rows % TILE_ROWS == 0
+        if (
+            whole
+            and aligned
+            and len({part.form for part in parts}) == 1
+            and not any(p.permuted for p in parts)
+        ):
+            yield PackedMatrix("experts", parts[0].form, rows, cols, num[0] if fused else len(parts))
 
 
 def _gguf_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:

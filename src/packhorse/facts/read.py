@@ -11,10 +11,11 @@ from typing import Any
 from packhorse.core.errors import CorruptFileError, RefusedError, TokenizerError, UnsupportedModelError
 from packhorse.core.units import format_bytes
 from packhorse.facts import names
-from packhorse.facts.config_json import config_fields
+from packhorse.facts.config_json import config_fields, quantization_fields
 from packhorse.facts.fields import Fields, read_bytes, read_object
 from packhorse.facts.gguf_model import is_later_part, read_gguf
 from packhorse.facts.model import ModelFacts, TensorFacts
+from packhorse.facts.quantization import stored_matrices
 from packhorse.facts.safetensors_header import PICKLES, read_folder
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -71,7 +72,8 @@ def _read_folder(folder: Path) -> ModelFacts:
         raise RefusedError(
             f"{folder} holds no config.json and no GGUF file.", hint="Give the folder of a whole checkpoint."
         )
-    fields = config_fields(read_object(config), config)
+    document = read_object(config)
+    fields = config_fields(document, config)
     tensors = read_folder(folder)
     generation_file = folder / "generation_config.json"
     generation: Mapping[str, Any] = {}
@@ -85,6 +87,7 @@ def _read_folder(folder: Path) -> ModelFacts:
         chat_template=_chat_template(folder),
         generation=generation,
         tensors=tensors,
+        stored=stored_matrices(quantization_fields(document, config), tensors),
         **fields,
     )
     return _note_unused(facts)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from packhorse.core.errors import RefusedError, WeightsError
 from packhorse.core.protocols import CheckpointSource, StoredRows
-from packhorse.facts.model import ModelFacts, TensorFacts
+from packhorse.facts.model import ModelFacts, StoredMatrix, TensorFacts
 from packhorse.facts.names import text_name
 from packhorse.models.gguf_source import GgufSource
 from packhorse.models.raw import read_plain
+from packhorse.quant.packed import SLICE_LEN, PackedRows, RowCodes, values
+from packhorse.quant.stored import row_codes
 
 
 def open_checkpoint(facts: ModelFacts) -> CheckpointSource:
@@ -34,28 +38,56 @@ class SafetensorsSource:
 
     def __init__(self, facts: ModelFacts) -> None:
         self._tensors: dict[str, TensorFacts] = {}
+        self._stored = facts.stored
+        inside = {tensor.name for matrix in facts.stored.values() for tensor in matrix.tensors.values()}
         for stored, tensor in facts.tensors.items():
             name = text_name(stored)
-            if name is None:
+            if name is None or stored in inside or _is_left_over(name, facts):
                 continue
-            if name in self._tensors:
+            if name in self._tensors or name in self._stored:
+                first = self._tensors[name].name if name in self._tensors else self._stored[name].name
                 raise WeightsError(
-                    f"{self._tensors[name].name!r} and {stored!r} are both the tensor {name!r}.",
-                    hint="Remove one of them.",
+                    f"{first!r} and {stored!r} are both the tensor {name!r}.", hint="Remove one of them."
                 )
             self._tensors[name] = tensor
-
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._shapes |= {name: matrix.shape for name, matrix in self._stored.items()}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """The tensor in its stored type, in memory of its own. Raises CorruptFileError where bytes are
-        missing, UnsupportedModelError where torch has no such type."""
-        return read_plain(self._tensors[name])
+        """The tensor in its stored type, in memory of its own; a packed matrix in fp32. Raises CorruptFileError
+        where bytes are missing, UnsupportedModelError where torch has no such type, WeightsError for scales and
+        codes that cannot be."""
+        if name not in self._stored:
+            return read_plain(self._tensors[name])
+        matrix = self._stored[name]
+        codes, order = self._load(matrix)
+        num_rows, num_cols = math.prod(matrix.shape[:-1]), matrix.shape[-1]
+        out = torch.empty(num_rows, num_cols)
+        columns = torch.arange(num_cols) if order is None else order
+        for rows in torch.arange(num_rows).split(max(1, SLICE_LEN // num_cols)):
+            out[int(rows[0]) : int(rows[-1]) + 1, columns] = values(matrix.form, codes(rows))
+        return out.view(matrix.shape)
 
     def packed(self, name: str) -> StoredRows | None:
-        """None: these are plain values."""
-        return None
+        matrix = self._stored.get(name)
+        if matrix is None:
+            return None
+        num_rows = matrix.shape[-2]
+        rows = PackedRows(matrix.form, num_rows, lambda: self._load(matrix), matrix.permuted)
+        return StoredRows((rows,), torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows))
+
+    def _load(self, matrix: StoredMatrix) -> tuple[RowCodes, Tensor | None]:
+        return row_codes(matrix, {role: read_plain(tensor) for role, tensor in matrix.tensors.items()})
+
+
+_SPARE = (".g_idx", ".input_scale", ".weight_g_idx", ".k_scale", ".v_scale", ".output_scale")
+"""Left beside packed matrices: scales of activations, which are not packed here, and orders that are none."""
+
+
+def _is_left_over(name: str, facts: ModelFacts) -> bool:
+    module = name.rpartition(".")[0]
+    return name.endswith(_SPARE) and f"{module}.weight" in facts.stored
