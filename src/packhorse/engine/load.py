@@ -77,10 +77,10 @@ def load_engine(
     )
     if disk is not None or config.ram:
         about = {"name": facts.name, "path": str(facts.path), "computes_in": dtype, "kv": sizes.kv}
+        about["page_len"] = str(config.page_len)
         number = 0 if disk is None else disk.add_model(identity, about)
         store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
     engine = Engine(
-        about["page_len"] = str(config.page_len)
         Runner(model),
         store,
         sequences=config.sequences,
