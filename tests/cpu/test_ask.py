@@ -420,6 +420,7 @@ def small_demo(monkeypatch, tmp_path) -> Path:
     document = write(tmp_path / "small.md", "The hut has nine mules. " * 20)
     monkeypatch.setattr("packhorse.cli.demo.MODEL", str(shared_folder("qwen3", PLAIN)))
     monkeypatch.setattr("packhorse.cli.demo.DOCUMENT", str(document))
+    monkeypatch.setattr("packhorse.cli.demo_facts.FOLDER", tmp_path / "no model")
     return document
 
 

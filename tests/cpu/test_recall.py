@@ -1,17 +1,21 @@
-"""Recall through the engine on the shipped models, and the report around it."""
+"""Recall through the engine on the shipped models, features in pairs, and the report around it."""
 
+import colorsys
 import json
 import re
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from packhorse.cli import main
+from packhorse.cli import demo_facts, main
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
+from packhorse.core.errors import CorruptFileError, DoesNotFitError, PackhorseError, UsageError
 from packhorse.engine.session import Session
+from packhorse.verify.compare import Feature, Recorder, ask_pairs, parse_changes
 from packhorse.verify.ladder import climb, rungs
 from packhorse.verify.recall import (
     Asker,
@@ -100,6 +104,121 @@ def test_grid_at_4096(model):
     assert {r["task"]: r["rate"] for r in summarize(report.records) if r["rate"] < 0.95} == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_paged_chunked_and_reused_paths_give_the_same_answers(model):
+    """Exact mode against chunks of 128 in pages of 16, and asked again: no bit of a distribution differs."""
+    config = EngineConfig(context=4608, sequences=1, exact=True, threads=1, snapshot_len=1024)
+    reference = Asker(Session.open(ASSETS / model, config))
+    cut = EngineConfig(
+        context=4608, sequences=1, exact=True, threads=1, snapshot_len=1024, chunk_len=128, page_len=16
+    )
+    features = [
+        Feature(
+            "chunk_len=128,page_len=16",
+            {"chunk_len": 128, "page_len": 16},
+            Asker(Session.open(ASSETS / model, cut)),
+        ),
+        Feature("reuse", {}, Asker(Session.open(ASSETS / model, config))),
+    ]
+    grid = Grid(("single", "multi_key", "variables"), (4096,), even_depths(5), n=1)
+    report = Report(None, {})
+    run_grid(reference, grid, report, ask=lambda sample: ask_pairs(reference, features, sample))
+    for feature in features:
+        row = feature.row(report.records)
+        assert (row["kl_max"], row["same_token"], row["only_reference"], row["only_feature"]) == (0, 1, 0, 0)
+        assert row["pairs"] == row["right"] == 15
+
+
+def pair_up(changes: str, model: str = "recall-dense", length: int = 512, **more) -> tuple[dict, list]:
+    """The figures of a feature over two samples, and the reference's records."""
+    config = {"context": length + 512, "sequences": 1, "dtype": "fp32", "threads": 1}
+    found = parse_changes(changes)
+    second = EngineConfig(**(config | found | more))
+    feature = Feature(changes, found, Asker(Session.open(ASSETS / model, second)))
+    reference = Asker(Session.open(ASSETS / model, EngineConfig(**config)))
+    report = Report(None, {})
+    ask = lambda sample: ask_pairs(reference, [feature], sample)  # noqa: E731
+    run_grid(reference, Grid(("multi_key",), (length,), (0.2, 0.8), n=1), report, ask=ask)
+    return feature.row(report.records), report.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "least", "most"),
+    [("kv=fp8", 1e-9, 1e-3), ("kv=k4v4", 1e-9, 1e-2), ("chunk_len=128", 0, 1e-9), ("reuse", 0, 1e-9)],
+)
+def test_features_are_compared_token_by_token(changes, least, most):
+    """Coded KV moves the distributions and cuts do not; both are seen to be at work."""
+    row, records = pair_up(changes)
+    assert (row["pairs"], row["right"], row["reference_right"]) == (2, 2, 2)
+    assert row["tokens"] == sum(r["generated_tokens"] for r in records)
+    assert least <= row["kl_max"] <= most
+    assert row["active"] >= 2
+
+
+def test_a_feature_that_does_harm_is_seen(monkeypatch):
+    """A second model whose keys are stored without their signs: other tokens, its own wrong answers."""
+    from packhorse.quant.codec import Fp8Pages
+
+    write = Fp8Pages.write
+    monkeypatch.setattr(Fp8Pages, "write", lambda self, ids, start, k, v: write(self, ids, start, k.abs(), v))
+    row, _ = pair_up("kv=fp8")
+    assert (row["right"], row["reference_right"], row["only_reference"], row["p"]) == (0, 2, 2, 0.5)
+    assert row["same_token"] < 1
+    assert row["kl_max"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [("kv=fp8", {"kv": "auto"}), ("chunk_len=1024", {}), ("dtype=bf16", {"dtype": "fp32"})],
+)
+def test_a_feature_that_is_not_at_work_is_no_result(changes, more):
+    """Dense against dense, a chunk longer than the prompt, a type that the engine does not have."""
+    with pytest.raises(UsageError, match="was not at work in any of 2 samples"):
+        pair_up(changes, **more)
+
+
+def test_what_cannot_be_compared_is_refused():
+    for text in ("threads=2", "kv", "kv=", "reuse,kv=fp8", ""):
+        with pytest.raises(UsageError, match="nothing that can be compared"):
+            parse_changes(text)
+    assert parse_changes("kv=fp8,chunk_len=128,exact=false") == {
+        "kv": "fp8",
+        "chunk_len": 128,
+        "exact": False,
+    }
+
+
+def test_an_answer_is_led_over_given_tokens():
+    ours = asker("recall-dense")
+    sample = ours.sample({"task": "single", "language": "en", "length": 256, "depth": 0.5, "seed": 1})
+    free = Recorder()
+    text = ours.ask(sample, free)["answer"]
+    other = [*reversed(free.token_ids[:-1]), free.token_ids[-1]]
+    led = Recorder(other)
+    answer = ours.ask(sample, led)["answer"]
+    assert led.token_ids == other
+    assert answer == ours.session.tokenizer.decode(other).strip() != text
+    torch.testing.assert_close(led.rows[0], free.rows[0], atol=1e-3, rtol=0)
+    assert (led.rows[1] - free.rows[1]).abs().max() > 0.1
+
+
+def test_the_demo_finds_facts_in_a_long_document(monkeypatch, capsys):
+    monkeypatch.setattr(demo_facts, "LENGTH", 1024)
+    shown: list[str] = []
+    found = demo_facts.find_facts(1, shown.append)
+    assert [answer["right"] for answer in found["answers"]] == [True] * 5
+    assert len({answer["question"] for answer in found["answers"]}) == 5
+    assert [answer["usage"]["reused_tokens"] >= 900 for answer in found["answers"]] == [False, *[True] * 4]
+    assert shown[-1] == "5 of 5 facts were found."
+    monkeypatch.setattr(demo_facts, "ROOM", 8)  # answers end before their number
+    with pytest.raises(PackhorseError, match="5 of 5 facts were not found"):
+        demo_facts.find_facts(1, shown.append)
+    monkeypatch.setattr(demo_facts, "FOLDER", Path("/nowhere"))
+    assert demo_facts.find_facts(1, shown.append) is None
+    assert "/nowhere is not there" in capsys.readouterr().err
+
+
 def test_report_resumes_where_it_was_cut(tmp_path):
     path = tmp_path / "report.json"
     ours = asker("recall-dense")
@@ -181,6 +300,44 @@ def test_html_stands_alone_and_shows_every_cell():
     assert "&lt;1&gt;" in page
     assert "16 pairs: 12 right in both" in page
     assert not re.search(r"(?:src|href|url)\s*[=(]|https?:|<script", page)
+
+
+def browser() -> str | None:
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@pytest.mark.skipif(browser() is None, reason="no Chromium on this machine (Debian: chromium-headless-shell)")
+def test_html_opens_in_a_browser(tmp_path):
+    """Half of the cells solved: as many pixels of the one colour as of the other, and figures in the page."""
+    from PIL import Image
+
+    records = [
+        record("single", s, d > 0.4, depth=d, length=n)
+        for s in range(3)
+        for d in (0.0, 0.25, 0.5, 1.0)
+        for n in (512, 4096)
+    ]
+    row, reference = pair_up("kv=fp8", length=256)
+    page = tmp_path / "r.html"
+    page.write_text(render_html({"settings": {"model": "m"}, "records": records + reference}, None, [row]))
+    shot = tmp_path / "r.png"
+    args = [browser(), "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=900,1200"]
+    args += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}", page.as_uri()]
+    subprocess.run(args, check=True, timeout=60, capture_output=True)
+    image = Image.open(shot).convert("RGB")
+    assert image.size == (900, 1200)
+    colours = {colour: count for count, colour in image.getcolors(900 * 1200)}
+
+    def area(hue: int) -> int:
+        wanted = [255 * c for c in colorsys.hls_to_rgb(hue / 360, 0.68, 0.62)]
+        return sum(
+            n for c, n in colours.items() if all(abs(a - b) < 2 for a, b in zip(c, wanted, strict=True))
+        )
+
+    # Single's table: four red cells and four green; multi_key's: two more green ones.
+    assert area(0) > 4 * 1000
+    assert area(130) == pytest.approx(area(0) * 6 / 4, rel=0.1)
 
 
 def test_rungs_end_at_the_window():

@@ -1,4 +1,4 @@
-"""packhorse demo: a small model reads a document once and answers two questions about it."""
+"""packhorse demo: a small model reads a document once and answers two questions; another finds facts in a long one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse.cli import asking
 from packhorse.cli.common import CacheOption, JsonOption, OfflineOption, note, print_json, title
+from packhorse.cli.demo_facts import find_facts
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import PackhorseError
 from packhorse.text.documents import Document, compose, read_document
@@ -27,7 +28,7 @@ def command(
     cache: CacheOption = None,
     offline: OfflineOption = False,
 ) -> None:
-    """Fails where the second question reused nothing."""
+    """Fails where the second question reused nothing, or a fact was not found."""
     with as_file(files("packhorse.text").joinpath(DOCUMENT)) as path:
         document = read_document(path)
     session = asking.open_session(
@@ -50,8 +51,9 @@ def command(
             hint="This is a fault in Packhorse: please report it.",
         )
     show("\n" + conclusion(first, second))
+    facts = find_facts(threads, show)
     if json:
-        print_json(describe(session.facts.name, document, answers))
+        print_json(describe(session.facts.name, document, answers) | {"facts": facts})
 
 
 def printer() -> Callable[[str], None]:

@@ -16,10 +16,13 @@ h2 { font-size: 1.15rem; margin-top: 2rem }
 table { border-collapse: collapse; margin: .6rem 0 }
 th { font-weight: 600; text-align: right }
 td, th { padding: .3rem .7rem; font-variant-numeric: tabular-nums }
+td { white-space: nowrap }
 tr > :first-child { text-align: left }
 .heat td { text-align: center; min-width: 4.2rem; border: 2px solid #fff }
 .heat small { display: block; font-size: 11px; opacity: .75 }
-.figures td { text-align: right }
+.figures td + td { text-align: right }
+.heat th + th { text-align: center }
+.wrong td:last-child, .wrong th:last-child { text-align: left; white-space: normal }
 .figures tr { border-bottom: 1px solid #e3e8ee }
 code { background: #f1f4f8; padding: 0 .25rem }
 @media (prefers-color-scheme: dark) {
@@ -125,4 +128,4 @@ def _wrong(records: Sequence[Record]) -> str:
         for r in records[:MAX_WRONG]
     )
     shown = f"the first {MAX_WRONG} of {len(records):,}" if len(records) > MAX_WRONG else f"{len(records):,}"
-    return f"<h2>Wrong answers ({shown})</h2><table class=figures>{head}{body}</table>"
+    return f"<h2>Wrong answers ({shown})</h2><table class='figures wrong'>{head}{body}</table>"
