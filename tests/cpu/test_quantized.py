@@ -467,3 +467,18 @@ def test_dynamic_rules_and_groups_of_a_declaration(tmp_path):
     with torch.no_grad():
         model.load_state_dict(values)
     assert oracle.relative_error(one_pass(load(folder), IDS), oracle.oracle_logits(model, IDS)) < oracle.BOUND
+
+
+LIBRARY = Path(__file__).parents[1] / "data" / "compressed_tensors"
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(p.parent for p in LIBRARY.glob("*/config.json")), ids=lambda p: p.name
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_checkpoints_of_the_compressed_tensors_library(folder, packed):
+    """Made by the library itself (make.py there); logits of its own unpacking, by transformers, beside them."""
+    want = torch.from_numpy(np.load(folder / "logits.npy"))
+    model = load(folder, packed=packed)
+    assert oracle.relative_error(one_pass(model, list(range(3, 27))), want) < oracle.BOUND
+    assert any(True for _ in packed_matrices(read_model(folder)))
