@@ -70,16 +70,9 @@ def command(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     config = EngineConfig(
-        context=context,
-        sequences=1,
-        dtype=dtype,
-        kv=kv,
-        weights=weights,
-        device=device,
-        exact=exact,
-        threads=threads,
-        **store_fields(store, disk, ram),
-    )
+        context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, exact=exact,
+        threads=threads, **store_fields(store, disk, ram),
+    )  # fmt: skip
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(
         model,

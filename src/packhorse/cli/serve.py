@@ -148,36 +148,16 @@ def command(
     from packhorse.server.config import load_config
 
     server_options = {
-        "host": host,
-        "port": port,
+        "host": host, "port": port, "queue": queue, "cors": cors, "body_limit": body_limit,
+        "keep_alive": keep_alive, "log_contents": log_contents,
         "api_key_file": None if api_key_file is None else api_key_file.resolve(),
-        "queue": queue,
-        "cors": cors,
-        "body_limit": body_limit,
-        "keep_alive": keep_alive,
-        "log_contents": log_contents,
-    }
+    }  # fmt: skip
     model_options = {
-        "name": name,
-        "context": context,
-        "sequences": sequences,
-        "kv_tokens": kv_tokens,
-        "snapshots": snapshots,
-        "max_tokens": max_tokens,
-        "threads": threads,
+        "name": name, "context": context, "sequences": sequences, "kv_tokens": kv_tokens, "snapshots": snapshots,
+        "max_tokens": max_tokens, "threads": threads, "dtype": dtype, "kv": kv, "weights": weights,
+        "device": device, "exact": exact, **store_fields(store, disk, ram),
         "chat_template": None if chat_template is None else chat_template.resolve(),
-    }
-    model_options |= {"dtype": dtype, "kv": kv, "weights": weights, "device": device, "exact": exact}
-    planned = None if plan is None else read_saved(plan)
-    if planned is not None:
-        given = sorted(key for key in planned["engine"] if model_options.get(key) is not None)
-        if given:
-            options = ", ".join(f"--{key.replace('_', '-')}" for key in given)
-            raise UsageError(
-                f"The plan decides what {options} would.", hint=f"Leave out {options}, or --plan."
-            )
-        model_options |= planned["engine"]
-    model_options |= store_fields(store, disk, ram)
+    }  # fmt: skip
     settings, model_config = load_config(config, model, server_options, model_options)
     from packhorse.server import run
 
