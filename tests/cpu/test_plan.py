@@ -438,9 +438,12 @@ def test_the_documentation_is_of_this_command(tmp_path, capsys):
         assert code == 0 and document["fits"]
         unlisted = {"version", "model", "machine", "recipe", "sequences", "draft"}
         assert {name for name in (*document, *document["predict"]) if name not in DOCS} <= unlisted
-    options = {option for param in cli.load_command("plan").params for option in param.opts}
+    commands = ("plan", "doctor", "serve")
+    options = {
+        option for name in commands for param in cli.load_command(name).params for option in param.opts
+    }
     assert set(re.findall(r"--[a-z][a-z-]+", DOCS)) <= options
-    own = DOCS.split("## A profile of your own\n\n")[1].split("\n\n`link`")[0]
+    own = DOCS.split("## A profile of your own\n\n")[1].split("\n\n`packhorse doctor")[0]
     (tmp_path / "mine.json").write_text(own)
     mine = read_profile(str(tmp_path / "mine.json"))
     assert mine.card.usable_bytes == parse_bytes("11.2GiB") and mine.memory_rate == 41.5e9

@@ -58,7 +58,7 @@ def test_usage_names_every_command_and_option():
         assert f"`{name}" in USAGE
     options = {
         o
-        for name in ("plan", "ask", "chat", "demo", "pull", "bench", "verify")
+        for name in ("plan", "ask", "chat", "demo", "pull", "bench", "verify", "doctor")
         for p in cli.load_command(name).params
         for o in p.opts
     }

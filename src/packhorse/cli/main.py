@@ -43,6 +43,7 @@ COMMANDS: dict[str, Entry] = {
     "bench": Entry("packhorse.cli.bench", "Measure a server under load."),
     "verify": Entry("packhorse.cli.verify", "Measure whether a model finds what it has read."),
     "cache": Entry("packhorse.cli.cache", "Show, pin, check and delete what a store holds."),
+    "doctor": Entry("packhorse.cli.doctor", "Look at this machine: how fast it is and what will hurt."),
     "version": Entry("packhorse.cli.version", "Print the versions of packhorse and what it runs on."),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -174,3 +174,18 @@ def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int 
     room, space = max(0, machine.ram_bytes - reserve), machine.disk_bytes * 19 // 20
     ram, disk = room if ram is None else min(room, ram), space if disk is None else min(space, disk)
     return replace(machine, card=card, ram_bytes=ram, disk_bytes=disk)
+
+
+def known_card(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`card` and `link` of a profile for the cards that a driver names (`name`, `vram_bytes`, `free_bytes`,
+    `pcie_max_generation`, `pcie_lanes`), with the listed rates of the first; empty for one of no profile."""
+    for first in found[:1]:
+        for name in profile_names():
+            card = json.loads((_FOLDER / "profiles" / f"{name}.json").read_text())["card"]
+            if card["name"] in first["name"] and abs(card["vram_mib"] * MIB / first["vram_bytes"] - 1) < 0.05:
+                equal = [other for other in found if other["name"] == first["name"]]
+                own = {"count": len(equal), "usable_gib": first["free_bytes"] / GIB, "display": False}
+                lanes, generation = first["pcie_lanes"] or 16, first["pcie_max_generation"] or 3
+                # Three quarters of what a lane carries, which doubles with each generation.
+                return {"card": {**card, **own}, "link": {"gb_s": 0.1875 * lanes * 2 ** (generation - 1)}}
+    return {}
