@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -158,6 +158,8 @@ def command(
         "device": device, "exact": exact, **store_fields(store, disk, ram),
         "chat_template": None if chat_template is None else chat_template.resolve(),
     }  # fmt: skip
+    planned = None if plan is None else read_plan(plan, model_options)
+    model_options |= planned["engine"] if planned is not None else {}
     settings, model_config = load_config(config, model, server_options, model_options)
     from packhorse.server import run
 
@@ -185,3 +187,14 @@ def command(
             print_json({"url": url, "model": served})
 
     run.serve(model, settings, model_config, open_session, listening)
+
+
+def read_plan(file: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """A saved plan. Raises UsageError where `options` (None: not given) hold what it decides, and what read_saved
+    raises."""
+    planned = read_saved(file)
+    given = sorted(key for key in planned["engine"] if options.get(key) is not None)
+    if given:
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        raise UsageError(f"The plan decides what {names} would.", hint=f"Leave out {names}, or --plan.")
+    return planned
