@@ -199,17 +199,13 @@ def test_every_alternative_fits_when_it_is_asked_for():
             change = dict(offer.change)
             asked = known_model(change.pop("model")) if "model" in change else facts
             vram = None if change.pop("vram", None) == "auto" else wishes.vram
-            larger = machine
-            if change.get("ram", 0) > machine.ram_bytes:
-                larger = replace(machine, ram_bytes=change.pop("ram"))
-                change["ram"] = None
             full = {
                 "vram": vram,
                 "context": plan.placement.job.context,
                 "kv": plan.placement.job.kv,
                 "recipe": plan.recipe.name,
             }
-            again = solve(asked, larger, replace(wishes, **(full | change)))
+            again = solve(asked, machine, replace(wishes, **(full | change)))
             assert again.fits, (offer, wishes)
             assert again.times[EXPECTED] == offer.times, (offer, wishes)
             offered += 1
@@ -308,9 +304,12 @@ def test_a_profile_of_ones_own(tmp_path):
 
 
 def test_caps_leave_room_for_the_system():
-    machine = read_profile("rtx-3090")
+    machine = replace(read_profile("rtx-3090"), assumed=False)
     capped = with_caps(machine, vram=10 * GIB, ram=64 * GIB, disk=None)
     assert capped.card.usable_bytes == 10 * GIB and capped.ram_bytes == 28 * GIB
+    listed = with_caps(read_profile("rtx-3090"), vram=None, ram=64 * GIB, disk=2000 * GIB)
+    assert listed.ram_bytes == 64 * GIB and listed.disk_bytes == 2000 * GIB  # its host is assumed
+    assert with_caps(read_profile("rtx-3090"), **NO_CAPS).ram_bytes == 28 * GIB
     assert capped.disk_bytes == machine.disk_bytes * 19 // 20
     small = with_caps(replace(machine, ram_bytes=8 * GIB), vram=100 * GIB, ram=None, disk=1)
     assert small.ram_bytes == 8 * GIB - SYSTEM_BYTES and small.card == machine.card and small.disk_bytes == 1
@@ -381,12 +380,17 @@ def test_what_does_not_fit_prints_its_document_and_ends_with_3(capsys):
     assert code == 3 and "DOES NOT FIT: 3.2" in out and "fits instead: --context" in out
 
 
-def test_the_table_and_the_arithmetic(capsys):
+def test_the_table_and_the_arithmetic(tmp_path, capsys):
     code, out, _ = run(capsys, *A, "--explain")
     assert code == 0
     for text in ("never measured", "modelled, not executable", "experts on the card", "device0 [", "10,240 B a token",
-                 "! --ram asks for 32.00 GiB, and a process can have 28.00 GiB."):  # fmt: skip
+                 "of 32.00 GiB"):  # fmt: skip
         assert text in out
+    profile = tmp_path / "mine.json"
+    profile.write_text((Path(cli.__file__).parents[1] / "facts/profiles/rtx-3060-12g.json").read_text())
+    code, out, _ = run(capsys, "qwen3-32b", "--profile", str(profile), "--ram", "64GiB", "--vram", "12GiB")
+    assert "! --ram asks for 64.00 GiB, and a process can have 28.00 GiB." in out
+    assert "! --vram asks for 12.00 GiB, and a process can have 11.20 GiB." in out
     code, out, _ = run(capsys, "qwen3-32b", "--profile", "rtx-3090", "--sequences", "2", "--draft", "3")
     assert code == 0 and "wait behind the others" in out and "draft heads" in out
 

@@ -44,7 +44,8 @@ class Card:
 class Machine:
     """What a plan is made for. card: None for a machine without one. link_rate: pinned host memory to one card.
     measured: whether the engine's times on this machine are behind the calibration. free: ram_bytes and
-    disk_bytes are what is free now, not what is installed."""
+    disk_bytes are what is free now, not what is installed. assumed: a card's profile with a common host around it,
+    which says nothing about the memory and disk of a real one."""
 
     name: str
     card: Card | None
@@ -56,6 +57,7 @@ class Machine:
     cores: int
     measured: bool = False
     free: bool = False
+    assumed: bool = False
     native_bf16: bool = False
     sources: tuple[str, ...] = ()
 
@@ -137,6 +139,7 @@ def _machine(values: Mapping[str, Any], file: Path, parts: Mapping[str, str | No
         cores=top.integer("cores"),
         measured=top.flag("measured", False),
         free=top.flag("free", False),
+        assumed=file.parent == _FOLDER / "profiles",
         native_bf16=top.flag("native_bf16", False),
         sources=tuple(str(line) for line in top.items("sources") or ()),
     )
@@ -166,14 +169,16 @@ def _rate(top: Fields, key: str) -> float:
 
 def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int | None) -> Machine:
     """The machine with only what a process may take: host memory without what the system and a desktop need, a
-    twentieth of the disk free, and of each at most what is given. A cap above that changes nothing."""
+    twentieth of the disk free, and of each at most what is given. What is given of an assumed host is what it has."""
     card = machine.card
     if card is not None and vram is not None:
         card = replace(card, usable_bytes=min(card.usable_bytes, vram))
     reserve = SYSTEM_BYTES // 4 if machine.free else max(SYSTEM_BYTES, machine.ram_bytes // 8)
-    room, space = max(0, machine.ram_bytes - reserve), machine.disk_bytes * 19 // 20
-    ram, disk = room if ram is None else min(room, ram), space if disk is None else min(space, disk)
-    return replace(machine, card=card, ram_bytes=ram, disk_bytes=disk)
+    room = {"ram_bytes": max(0, machine.ram_bytes - reserve), "disk_bytes": machine.disk_bytes * 19 // 20}
+    for name, cap in (("ram_bytes", ram), ("disk_bytes", disk)):
+        if cap is not None:
+            room[name] = cap if machine.assumed else min(room[name], cap)
+    return replace(machine, card=card, **room)
 
 
 def known_card(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -194,7 +194,9 @@ def _offers(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[Alternativ
         ],
         "all that the card has": [{"vram": "auto"}] if wishes.vram is not None else [],
         "one request at a time": [{"sequences": 1}] if job.sequences > 1 else [],
-        "more host memory": [{"ram": size} for size in RAM_STEPS if size > plan.machine.ram_bytes],
+        "more host memory" if machine.assumed else "more memory in the machine": [
+            {"ram": size} for size in RAM_STEPS if size > plan.machine.ram_bytes
+        ],
         "another model": [{"model": other} for other in OTHER_MODELS],
     }
     least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
@@ -217,11 +219,10 @@ def _offer(
         facts = known_model(change["model"])
         if body_params(facts) >= plan.footprint.body_params or job.context > facts.context:
             return None
-    ram = change.get("ram", wishes.ram)
-    if "ram" in change and ram > machine.ram_bytes:
-        machine, ram = replace(machine, ram_bytes=ram), None
+    if "ram" in change:  # another host around the same card
+        machine, wishes = replace(machine, assumed=True), replace(wishes, ram=change["ram"])
     vram = None if "vram" in change else wishes.vram
-    capped = with_caps(machine, vram=vram, ram=ram, disk=wishes.disk)
+    capped = with_caps(machine, vram=vram, ram=wishes.ram, disk=wishes.disk)
     footprint = Footprint(facts, recipe(change.get("recipe", plan.recipe.name)), machine.num_cards)
     job = replace(job, **{key: change[key] for key in ("context", "kv", "sequences") if key in change})
     placement = place(footprint, capped, job)
@@ -235,7 +236,7 @@ def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
     job, facts = placement.job, footprint.facts
     found = []
     if footprint.num_cards:
-        found.append("placing by plan on a card: the engine holds everything there, unpacked")
+        found.append("pools of a card by this plan: there the engine sizes them by its own rules")
     if footprint.num_cards > 1:
         found.append(f"{footprint.num_cards} cards")
     if footprint.recipe.is_packed:
