@@ -11,7 +11,7 @@ arithmetic; more memory never leaves fewer units on a card, nor more to stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from packhorse.core import formats
@@ -121,8 +121,7 @@ class Tier:
 class Placement:
     """tiers: device0 .., host, disk. Of `num_units` units `on_device` are on cards while tokens are generated
     and `kept` while a prompt is swept; `in_host` have a copy in host memory, the others are read from disk.
-    sweep_len: tokens of one sweep. host_document, disk_document: a whole context can be kept there.
-    shortfall: bytes missing by tier; empty where all fits."""
+    sweep_len: tokens of one sweep. host_document, disk_document: a whole context can be kept there."""
 
     job: Job
     tiers: Mapping[str, Tier]
@@ -133,23 +132,30 @@ class Placement:
     sweep_len: int = 0
     host_document: bool = False
     disk_document: bool = False
-    shortfall: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def shortfall(self) -> dict[str, int]:
+        """Bytes missing, by tier; empty where all fits."""
+        return {
+            name: tier.total_bytes - tier.cap_bytes
+            for name, tier in self.tiers.items()
+            if tier.total_bytes > tier.cap_bytes
+        }
 
     @property
     def fits(self) -> bool:
-        return not self.shortfall
+        return all(tier.total_bytes <= tier.cap_bytes for tier in self.tiers.values())
 
     @property
     def num_sweeps(self) -> int:
         """Sweeps that read a whole context."""
-        return ceil_div(self.job.context, self.sweep_len) if self.sweep_len else 1
+        return ceil_div(self.job.context, self.sweep_len)
 
 
 @dataclass(frozen=True)
 class _Card:
-    """One card once its fixed bytes are known."""
+    """One card once its fixed bytes are known. frame: bytes; per_frame: units in one; room: bytes for frames."""
 
-    cap: int
     items: dict[str, int]
     num_units: int
     per_frame: int
@@ -159,12 +165,11 @@ class _Card:
 
 @dataclass(frozen=True)
 class _Share:
-    """How the frames of a card are used with one length of sweep. missing: bytes, 0 where it works."""
+    """How the room of a card is used with one length of sweep. used_bytes: more than there is where it fails."""
 
     on_device: int
     kept: int
     used_bytes: int
-    missing: int
 
 
 def place(footprint: Footprint, machine: Machine, job: Job) -> Placement:
@@ -172,39 +177,29 @@ def place(footprint: Footprint, machine: Machine, job: Job) -> Placement:
     if machine.card is None:
         return _place_host(footprint, machine, job)
     cards = [_fixed(footprint, machine, job, index) for index in range(machine.num_cards)]
-    best: tuple[int, int, list[_Share]] | None = None
-    least: list[_Share] = []
-    for sweep_len in SWEEPS:
-        if sweep_len > SWEEPS[0] and sweep_len >= 2 * job.context:
-            break
-        shares = [_share(footprint, index, card, sweep_len) for index, card in enumerate(cards)]
-        least = least or shares
-        left = sum(card.num_units - share.kept for card, share in zip(cards, shares, strict=True))
-        streamed = left * ceil_div(job.context, sweep_len)
-        if not any(share.missing for share in shares) and (best is None or streamed < best[0]):
-            best = (streamed, sweep_len, shares)
-    _, sweep_len, shares = best or (0, SWEEPS[0], least)
-    tiers, shortfall = {}, {}
+    num_units = sum(card.num_units for card in cards)
+    options = []
+    for sweep_len in SWEEPS[:1] + tuple(length for length in SWEEPS[1:] if length < 2 * job.context):
+        shares = [_share(part, footprint.unit_bytes, card, sweep_len)
+                  for part, card in zip(footprint.parts, cards, strict=True)]  # fmt: skip
+        fits = all(share.used_bytes <= card.room for share, card in zip(shares, cards, strict=True))
+        left = num_units - sum(share.kept for share in shares)
+        streamed = left * ceil_div(job.context, sweep_len) if fits else 0
+        options.append((not fits, streamed, sweep_len, shares))
+    _, _, sweep_len, shares = min(options, key=lambda option: option[:3])
+    tiers = {}
     for index, (card, share) in enumerate(zip(cards, shares, strict=True)):
-        name = f"device{index}"
         slots = ceil_div(share.on_device, card.per_frame) * card.frame
         items = card.items | {footprint.mover: slots, "prefill_buffers": share.used_bytes - slots}
-        tiers[name] = Tier(card.cap, {key: size for key, size in items.items() if size})
-        if share.missing:
-            shortfall[name] = share.missing
-    num_units = sum(card.num_units for card in cards)
+        tiers[f"device{index}"] = _tier(machine.card.usable_bytes, items)
     kept = sum(share.kept for share in shares)
     # Every expert keeps a copy in host memory, so that a slot may be given away at any moment.
     wanted = 0 if kept == num_units else num_units if footprint.facts.moe is not None else num_units - kept
     host, in_host, host_document = _host(footprint, machine, job, wanted)
     disk, disk_document = _disk(footprint, machine, job)
-    for name, tier in (("host", host), ("disk", disk)):
-        tiers[name] = tier
-        if tier.total_bytes > tier.cap_bytes:
-            shortfall[name] = tier.total_bytes - tier.cap_bytes
     return Placement(
         job=job,
-        tiers=tiers,
+        tiers=tiers | {"host": host, "disk": disk},
         num_units=num_units,
         on_device=sum(share.on_device for share in shares),
         kept=kept,
@@ -212,8 +207,11 @@ def place(footprint: Footprint, machine: Machine, job: Job) -> Placement:
         sweep_len=sweep_len,
         host_document=host_document,
         disk_document=disk_document,
-        shortfall=shortfall,
     )
+
+
+def _tier(cap_bytes: int, items: Mapping[str, int]) -> Tier:
+    return Tier(cap_bytes, {name: size for name, size in items.items() if size})
 
 
 def _fixed(footprint: Footprint, machine: Machine, job: Job, index: int) -> _Card:
@@ -234,32 +232,27 @@ def _fixed(footprint: Footprint, machine: Machine, job: Job, index: int) -> _Car
         pages = job.sequences * ceil_div(job.context, PAGE_LEN)
         items["draft_head"] = footprint.draft_bytes + pages * page
         # Drafts that are not taken are undone: recurrent states of every position are kept until then.
-        items["draft_states"] = (
-            job.draft * job.sequences * account.snapshot_bytes(facts, footprint.recipe.dtype)
-        )
+        items["draft_states"] = job.draft * job.sequences * footprint.snapshot_bytes
     unit = footprint.unit_bytes
     frame = max(FRAME_BYTES, unit)
-    cap = machine.card.usable_bytes
-    return _Card(cap, items, ceil_div(moving, unit), max(1, frame // unit), frame, cap - sum(items.values()))
+    room = machine.card.usable_bytes - sum(items.values())
+    return _Card(items, ceil_div(moving, unit), frame // unit, frame, room)
 
 
-def _share(footprint: Footprint, index: int, card: _Card, sweep_len: int) -> _Share:
+def _share(part: ModelFacts, unit_bytes: int, card: _Card, sweep_len: int) -> _Share:
     """Units of a card with one length of sweep: all stay, or slots give way to a sweep's buffers."""
-    part, units, per = footprint.parts[index], card.num_units, card.per_frame
+    units, per, frame = card.num_units, card.per_frame, card.frame
     scratch = account.residual_bytes(part, sweep_len) + account.activation_bytes(part, CHUNK_LEN)
     scratch += account.delta_transient_bytes(part, CHUNK_LEN)
-    everything = ceil_div(units, per) * card.frame + scratch
-    if everything <= card.room:
-        return _Share(units, units, everything, 0)
+    everything = ceil_div(units, per) * frame + scratch
     # Two buffers, each for what one layer moves: one is read while the other fills.
-    layer = ceil_div(units, part.num_layers) * footprint.unit_bytes
-    frames, needed = card.room // card.frame, ceil_div(scratch + 2 * layer, card.frame)
-    if needed > frames:
-        missing = min(everything, needed * card.frame) - card.room
-        return _Share(0, 0, needed * card.frame, missing)
-    slots, kept = min(units, frames * per), min(units, (frames - needed) * per)
-    used = max(ceil_div(slots, per), ceil_div(kept, per) + needed) * card.frame
-    return _Share(slots, kept, used, 0)
+    layer = ceil_div(units, part.num_layers) * unit_bytes
+    frames, needed = card.room // frame, ceil_div(scratch + 2 * layer, frame)
+    if everything <= max(card.room, needed * frame):
+        return _Share(units, units, everything)
+    slots, kept = min(units, max(0, frames * per)), min(units, max(0, frames - needed) * per)
+    used = max(ceil_div(slots, per), ceil_div(kept, per) + needed)
+    return _Share(slots, kept, used * frame)
 
 
 def _host(footprint: Footprint, machine: Machine, job: Job, wanted: int) -> tuple[Tier, int, bool]:
@@ -274,19 +267,15 @@ def _host(footprint: Footprint, machine: Machine, job: Job, wanted: int) -> tupl
     items[footprint.mover] = in_host * footprint.unit_bytes
     document = _document(footprint, job)
     rest = room - items[footprint.mover] if in_host == wanted else 0
-    kept = max(0, min(job.sequences * document, rest))
-    items["documents"] = kept
-    used = {key: size for key, size in items.items() if size}
-    return Tier(machine.ram_bytes, used), in_host, kept >= document
+    items["documents"] = max(0, min(job.sequences * document, rest))
+    return _tier(machine.ram_bytes, items), in_host, items["documents"] >= document
 
 
 def _disk(footprint: Footprint, machine: Machine, job: Job) -> tuple[Tier, bool]:
     items = {"weights": sum(footprint.classes.values()) + (footprint.draft_bytes if job.draft else 0)}
     document = _document(footprint, job)
-    kept = max(0, min(job.sequences * document, machine.disk_bytes - items["weights"]))
-    if kept:
-        items["documents"] = kept
-    return Tier(machine.disk_bytes, items), kept >= document
+    items["documents"] = max(0, min(job.sequences * document, machine.disk_bytes - items["weights"]))
+    return _tier(machine.disk_bytes, items), items["documents"] >= document
 
 
 def _document(footprint: Footprint, job: Job) -> int:
@@ -304,14 +293,11 @@ def _place_host(footprint: Footprint, machine: Machine, job: Job) -> Placement:
     if job.kv != dtype:
         items["workspace"] += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
     items["logits_and_sampler"] = account.logits_bytes(facts, job.sequences)
-    host = Tier(machine.ram_bytes, {key: size for key, size in items.items() if size})
     disk, disk_document = _disk(footprint, machine, job)
-    missing = {"host": host.total_bytes - host.cap_bytes, "disk": disk.total_bytes - disk.cap_bytes}
     return Placement(
         job=job,
-        tiers={"device0": Tier(0, {}), "host": host, "disk": disk},
+        tiers={"device0": Tier(0, {}), "host": _tier(machine.ram_bytes, items), "disk": disk},
         sweep_len=HOST_CHUNK_LEN,
         host_document=True,
         disk_document=disk_document,
-        shortfall={name: size for name, size in missing.items() if size > 0},
     )
