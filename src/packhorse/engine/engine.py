@@ -117,10 +117,11 @@ class Engine:
         """Whether `write_behind` has something to do."""
         return self.store.lower is not None and self.store.lower.is_behind
 
-    def write_behind(self) -> None:
-        """Take a slice of what is to be kept on disk off the device: a step's end does, and whoever is idle."""
+    def write_behind(self, *, wait: bool = False) -> None:
+        """Take a slice of what is to be kept on disk off the device: a step's end does, and whoever is idle.
+        wait: for the disk, where it is behind."""
         if self.store.lower is not None:
-            self.store.lower.advance(WRITE_BEHIND_BYTES)
+            self.store.lower.advance(WRITE_BEHIND_BYTES, wait=wait)
 
     def flush(self) -> None:
         """Wait until what is to be kept is durable, or has failed to be."""

@@ -60,6 +60,8 @@ class ServerConfig:
     """Seconds that running answers have to end when the server is stopped."""
     cors: tuple[str, ...] = ()
     """Origins of web pages that may call. None by default."""
+    shared_store: bool = False
+    """Keys find what was read for other keys too. Else each key has its own."""
     log_contents: bool = False
     """Prompts and answers go into the log too."""
 

@@ -98,6 +98,15 @@ class _Live(Collector):
                 misfits.add_metric([kind], count)
             yield misfits
             yield _bytes(worker.session, stats.pages_free)
+            if store.lower is not None:
+                events = CounterMetricFamily("packhorse_store", "Of the tiers below.", labels=["event"])
+                for name, count in store.lower.events.items():
+                    events.add_metric([name], count)
+                yield events
+                held = GaugeMetricFamily("packhorse_store_held", "By the tiers below.", labels=["what"])
+                for name, count in store.lower.held.items():
+                    held.add_metric([name], count)
+                yield held
 
 
 def page_bytes(store: KVStore) -> int:

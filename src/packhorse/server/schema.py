@@ -113,7 +113,7 @@ Logprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class _Sampling(_Strict):
-    """What chats and completions have in common."""
+    """What chats and completions have in common. store: false keeps nothing of the request."""
 
     model: str
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
@@ -134,6 +134,7 @@ class _Sampling(_Strict):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     on_disconnect: Literal["cancel", "read_on"] | None = None
+    store: bool | None = None
 
 
 class ChatRequest(_Sampling):

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -179,6 +180,10 @@ class Service:
     async def _prepare(self, prepare: Any, asked: Any, call: Call) -> Prepared:
         loop = asyncio.get_running_loop()
         prepared: Prepared = await loop.run_in_executor(self._threads, prepare, asked, call.id)
+        tenant = "" if call.key is None or self.config.shared_store else call.key.digest.hex()
+        store = asked.store is not False
+        groups = [[replace(r, tenant=tenant, store=store) for r in group] for group in prepared.groups]
+        prepared = replace(prepared, groups=groups)
         self._check_room(sum(len(group) for group in prepared.groups))
         return prepared
 

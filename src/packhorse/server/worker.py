@@ -144,6 +144,9 @@ class Worker:
         began = self._step_began
         if began is not None and now - began > STALLED_S and health.status is not Status.FAILED:
             return Health(Status.DEGRADED, f"a step has been running for {now - began:.0f} s", began)
+        lower = None if self.session is None else self.session.engine.store.lower
+        if health.status is Status.READY and lower is not None and lower.trouble:
+            return Health(Status.DEGRADED, f"what is read may not be kept: {lower.trouble}", now)
         return health
 
     @property
@@ -196,6 +199,8 @@ class Worker:
             if not isinstance(raised, PackhorseError):
                 traceback.print_exception(raised, file=sys.stderr)
         self._end_all(StoppedError("The engine has stopped.", hint="See /health and the server's log."))
+        if self.session is not None:
+            self.session.close()
         with contextlib.suppress(RuntimeError):  # the loop may have closed already
             self._loop.call_soon_threadsafe(self._on_end, error)
 
@@ -212,11 +217,13 @@ class Worker:
         while self._take_commands():
             if self._engine.has_work:
                 self._deliver(self._step())
-                self._publish()
+            elif self._engine.is_behind:
+                self._engine.write_behind(wait=True)
+            self._publish()
 
     def _take_commands(self) -> bool:
-        """Waits for one where there is nothing to compute. False: stop."""
-        block = not self._engine.has_work
+        """Waits for one where there is nothing to do. False: stop."""
+        block = not self._engine.has_work and not self._engine.is_behind
         while True:
             try:
                 name, job = self._commands.get(block=block)
@@ -230,7 +237,7 @@ class Worker:
             else:
                 self._drop(job)
             self._publish()
-            block = not self._engine.has_work
+            block = not self._engine.has_work and not self._engine.is_behind
 
     def _begin(self, job: Job) -> None:
         begun: list[Request] = []

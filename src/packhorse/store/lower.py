@@ -501,17 +501,20 @@ class LowerTiers:
         return min(left, self._extent_pages - first % self._extent_pages)
 
     @property
-    def figures(self) -> Mapping[str, int]:
-        """Counters of both tiers, and what they hold now, by name."""
-        found = {
-            "ram_bytes": self.ram.used,
-            "ram_capacity_bytes": self.ram.capacity,
+    def events(self) -> Mapping[str, int]:
+        """Counts since construction, by name."""
+        disk = {} if self.disk is None else self.disk.counters
+        return {
             "ram_evicted_records": self.ram.evicted,
-            "backlog_bytes": self.backlog_bytes,
             **self.counters,
+            **{f"disk_{name}": count for name, count in disk.items()},
         }
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """What the tiers hold now, by name."""
+        held = {"ram_bytes": self.ram.used, "ram_capacity_bytes": self.ram.capacity}
         if self.disk is not None:
-            found |= {f"disk_{name}": value for name, value in self.disk.counters.items()}
-            found |= {f"disk_{name}": value for name, value in self.disk.usage().items()}
-            found["disk_quota_bytes"] = self.disk.quota
-        return found
+            held |= {f"disk_{name}": count for name, count in self.disk.usage().items()}
+            held |= {"disk_quota_bytes": self.disk.quota, "backlog_bytes": self.backlog_bytes}
+        return held

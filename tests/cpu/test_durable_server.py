@@ -1,0 +1,95 @@
+"""A server over a store: restarts, keys, store: false, meters, health."""
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+import servers
+from packhorse.core.config import EngineConfig
+from packhorse.server.config import ServerConfig
+from packhorse.server.keys import Keyring
+
+TEXT = "The hut has nine mules and one warden. " * 30
+KEYS = {"ann": "a" * 20, "bob": "b" * 20}
+
+
+def engine(folder: Path) -> EngineConfig:
+    return EngineConfig(context=4096, sequences=2, threads=1, exact=True, store=folder)
+
+
+def keyring(tmp_path: Path) -> Keyring:
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(f'[{name}]\nkey = "{key}"\n' for name, key in KEYS.items()))
+    path.chmod(0o600)
+    return Keyring.load(path)
+
+
+def cached(live: servers.Live, question: str, key: str | None = None, **fields) -> int:
+    """Asks about TEXT; tokens of the prompt that were not read again. Waits until all is written."""
+    headers = {"authorization": f"Bearer {KEYS[key]}"} if key else {}
+    messages = [{"role": "user", "content": TEXT + question}]
+    body = {"model": servers.NAME, "messages": messages, "max_tokens": 2, **fields}
+    answer = httpx.post(live.url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    live.wait_idle()
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def figure(live: servers.Live, name: str, label: str) -> float:
+    found = re.search(rf'^{name}{{\w+="{label}"}} (\S+)$', live.get("/metrics").text, re.MULTILINE)
+    assert found is not None, f"{name} {label}"
+    return float(found[1])
+
+
+def test_restarts_and_meters(tmp_path):
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        assert cached(live, "How many?") == 0
+        live.wait(lambda: figure(live, "packhorse_store_held", "backlog_bytes") == 0)
+        live.wait(lambda: figure(live, "packhorse_store_total", "disk_written_bytes") > 100_000)
+        assert live.get("/health").json()["status"] == "ready"
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        assert cached(live, "Who is it?") > 1000
+        assert figure(live, "packhorse_store_total", "hits_disk") == 1
+        assert figure(live, "packhorse_store_total", "restored_tokens") > 1000
+        files = [p for p in (tmp_path / "s" / "models").glob("*/*") if p.suffix == ".safetensors"]
+        assert figure(live, "packhorse_store_held", "disk_records") == len(files) > 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_keys_are_tenants(tmp_path, shared):
+    config = ServerConfig(port=0, shared_store=shared)
+    with servers.scripted(config=config, engine=engine(tmp_path / "s"), keyring=keyring(tmp_path)) as live:
+        assert cached(live, "How many?", "ann") == 0
+        assert (cached(live, "How many?", "bob") > 1000) is shared
+        assert cached(live, "Who?", "ann") > 1000
+    with servers.scripted(config=config, engine=engine(tmp_path / "s"), keyring=keyring(tmp_path)) as live:
+        assert cached(live, "Who?", "bob") > 1000, "its own"
+
+
+def test_store_false_leaves_nothing(tmp_path):
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        assert cached(live, "How many?", store=False) == 0
+        assert cached(live, "How many?", store=False) == 0
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        assert list((tmp_path / "s" / "models").glob("*/*")) == []
+        assert cached(live, "How many?", store=True) == 0
+        assert cached(live, "How many?", store=False) > 1000
+
+
+def test_a_store_that_fails_degrades_health(tmp_path, monkeypatch):
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        disk = live.service.session.engine.store.lower.disk
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(disk.files, "write", full)
+        assert cached(live, "How many?") == 0
+        live.wait(lambda: live.get("/health").json()["status"] == "degraded")
+        assert "No space left on device" in live.get("/health").json()["reason"]
+        assert live.get("/health").status_code == 200
+        monkeypatch.undo()
+        assert cached(live, "How many mules are there, and who leads them? " * 20) > 1000
+        live.wait(lambda: live.get("/health").json()["status"] == "ready")
