@@ -174,11 +174,15 @@ def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int 
     if card is not None and vram is not None:
         card = replace(card, usable_bytes=min(card.usable_bytes, vram))
     reserve = SYSTEM_BYTES // 4 if machine.free else max(SYSTEM_BYTES, machine.ram_bytes // 8)
-    room = {"ram_bytes": max(0, machine.ram_bytes - reserve), "disk_bytes": machine.disk_bytes * 19 // 20}
-    for name, cap in (("ram_bytes", ram), ("disk_bytes", disk)):
-        if cap is not None:
-            room[name] = cap if machine.assumed else min(room[name], cap)
-    return replace(machine, card=card, **room)
+    room, space = max(0, machine.ram_bytes - reserve), machine.disk_bytes * 19 // 20
+    if machine.assumed:
+        room, space = room if ram is None else ram, space if disk is None else disk
+    return replace(
+        machine,
+        card=card,
+        ram_bytes=room if ram is None else min(room, ram),
+        disk_bytes=space if disk is None else min(space, disk),
+    )
 
 
 def known_card(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

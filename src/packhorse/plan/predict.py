@@ -149,16 +149,15 @@ class _Step:
 
     def _units_s(self, rows: int) -> float:
         """Reading, once each, the moving units that `rows` tokens touch, wherever they are."""
-        where, unit = self._placement, self._footprint.unit_bytes
-        if where.num_units == 0:
-            return 0.0
-        touched = touched_share(self.facts, rows) * where.num_units * unit
-        on_device = where.on_device / where.num_units
-        from_disk = max(0, where.num_units - where.on_device - where.in_host) / where.num_units
-        seconds = touched * on_device / self.speed.device
-        return (
-            seconds + touched * (1 - on_device) / self.speed.missing + touched * from_disk / self.speed.drive
-        )
+        where, footprint = self._placement, self._footprint
+        touched = touched_share(self.facts, rows)
+        if footprint.num_cards == 0:
+            return touched * footprint.classes.get(footprint.mover, 0) / self.speed.device
+        size = touched * footprint.unit_bytes
+        outside = where.num_units - where.on_device
+        from_disk = max(0, outside - where.in_host)
+        seconds = size * where.on_device / self.speed.device + size * outside / self.speed.missing
+        return seconds + size * from_disk / self.speed.drive
 
 
 def touched_share(facts: ModelFacts, rows: int) -> float:
@@ -168,14 +167,10 @@ def touched_share(facts: ModelFacts, rows: int) -> float:
 
 
 def dense_bytes(footprint: Footprint) -> int:
-    """Weights that every step reads: all but embeddings and what moves. Without a card nothing moves: there it
-    is the part of one token."""
-    left_out = {"embeddings"} if footprint.facts.tied else {"embeddings", "lm_head"}
-    total = sum(size for kind, size in footprint.classes.items() if kind not in left_out | {footprint.mover})
-    moving = footprint.classes.get(footprint.mover, 0)
-    if footprint.num_cards == 0:
-        total += int(touched_share(footprint.facts, 1) * moving)
-    return total + footprint.head_bytes
+    """Weights that every step reads wherever tokens go: all but embeddings and what moves."""
+    left_out = {"embeddings", "lm_head", footprint.mover}
+    kept = sum(size for kind, size in footprint.classes.items() if kind not in left_out)
+    return kept + footprint.head_bytes
 
 
 def _active_share(facts: ModelFacts) -> float:
