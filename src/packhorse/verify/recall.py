@@ -349,5 +349,5 @@ def settings_of(
         "density": fields["density"],
         "haystack": None if haystack is None else str(haystack),
         "kv": session.engine.store.geometry.codec.name,
-        "compare": list(features) or None,
+        "compare": ", ".join(features) or None,
     }
