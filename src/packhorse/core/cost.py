@@ -5,6 +5,11 @@ A multiply-add counts as two operations. `plan` predicts with these and benchmar
 
 from __future__ import annotations
 
+DELTA_SPAN_LEN = 2048
+"""Tokens for which the delta rule's scratch exists at once on a card."""
+UNPACK_BYTES = 512 << 20
+"""Values of packed weights that exist at once on a card, for products of many rows."""
+
 
 def linear_flops(tokens: int, in_dim: int, out_dim: int) -> int:
     """Dense product [tokens, in] x [in, out]."""
@@ -41,3 +46,14 @@ def recurrent_state_bytes(num_v_heads: int, k_dim: int, v_dim: int) -> int:
 def conv_state_bytes(channels: int, kernel: int, value_bytes: int) -> int:
     """Inputs the causal convolution of one layer still needs: kernel - 1 columns."""
     return channels * (kernel - 1) * value_bytes
+
+
+def delta_scratch_floats(k_dim: int, v_dim: int, chunk_len: int = 64) -> int:
+    """fp32 values that the delta rule's kernels pass on for one chunk of one value head: three matrices of keys and
+    queries, one of values, one of the chunk with itself, and a decay on a line of its own."""
+    return chunk_len * (3 * k_dim + chunk_len + v_dim) + 32
+
+
+def attention_split_floats(num_heads: int, head_dim: int, num_splits: int = 256) -> int:
+    """fp32 values of the partial results of one query token over all splits of its keys: output, maximum, sum."""
+    return num_heads * num_splits * (head_dim + 2)

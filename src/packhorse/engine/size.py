@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from packhorse.core.config import EngineConfig
+from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageError
 from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS
@@ -102,8 +103,8 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
         weight_bytes=0,
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
-        workspace_bytes=_workspace_bytes(facts, config, decodes=kv != dtype),
-        segment_len=_segment_len(facts, config),
+        workspace_bytes=_workspace_bytes(facts, config, dtype, decodes=kv != dtype),
+        segment_len=_segment_len(facts, config, dtype),
     )
     room = available_bytes - LEFT_ALONE - fixed.total_bytes
     pages = ceil_div(config.context or 1, config.page_len) * page_bytes
@@ -197,27 +198,32 @@ def _state_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
     return states * account.snapshot_bytes(facts, dtype) + pending
 
 
-def _workspace_bytes(facts: ModelFacts, config: EngineConfig, *, decodes: bool) -> int:
-    """The widest activations of a step in fp32: a few of them live at once in a layer, and the logits.
+def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, *, decodes: bool) -> int:
+    """The widest activations of a step in fp32: a few of them live at once in a layer, and the logits; on a card what
+    its kernels pass on, and the values of packed weights.
 
     decodes: K and V of a segment are decoded before attention reads them.
     """
     rows = max(EXACT_ROWS, config.chunk_len + config.sequences)
-    activations = account.activation_bytes(facts, rows) + account.logits_bytes(facts, config.sequences)
+    total = account.activation_bytes(facts, rows) + account.logits_bytes(facts, config.sequences)
     if decodes:
-        activations += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
-    segment_len = _segment_len(facts, config)
+        total += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
+    if config.device != "cpu":
+        total += account.delta_transient_bytes(facts, config.chunk_len)
+        total += account.split_bytes(facts, config.sequences)
+        total += UNPACK_BYTES if any(packed_matrices(facts)) else 0
+    segment_len = _segment_len(facts, config, dtype)
     if segment_len is None:
-        return activations
+        return total
     scores = SCORES_COPIES * 4 * facts.num_heads * config.chunk_len * segment_len
     keys = 3 * 4 * segment_len * 2 * facts.num_kv_heads * facts.head_dim
-    return activations + scores + keys
+    return total + scores + keys
 
 
-def _segment_len(facts: ModelFacts, config: EngineConfig) -> int | None:
-    """Keys of a segment so that a chunk's scores stay within SCORES_BYTES; None on the CPU, whose kernel
-    writes none out."""
-    if config.device == "cpu":
+def _segment_len(facts: ModelFacts, config: EngineConfig, dtype: str) -> int | None:
+    """Keys of a segment so that a chunk's scores stay within SCORES_BYTES; None where a library kernel writes none
+    out: on the CPU, and on a card in 16 bits."""
+    if config.device == "cpu" or dtype != "fp32":
         return None
     fit = SCORES_BYTES // (SCORES_COPIES * 4 * facts.num_heads * config.chunk_len)
     return max(1, min(fit, account.SEGMENT_LEN) // config.page_len) * config.page_len

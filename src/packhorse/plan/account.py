@@ -124,12 +124,18 @@ def logits_bytes(facts: ModelFacts, sequences: int) -> int:
 
 
 def delta_transient_bytes(facts: ModelFacts, num_rows: int, chunk_len: int = 64) -> int:
-    """What the delta rule writes between its passes over `num_rows` tokens, fp32: keys and values corrected
-    within chunks, and the products of each chunk with itself."""
+    """What the delta rule's kernels on a card write between their passes over `num_rows` tokens, fp32."""
     delta = facts.delta
     if delta is None:
         return 0
-    return 4 * num_rows * delta.num_v_heads * (delta.k_head_dim + delta.v_head_dim + chunk_len)
+    floats = cost.delta_scratch_floats(delta.k_head_dim, delta.v_head_dim, chunk_len)
+    num_rows = min(num_rows, cost.DELTA_SPAN_LEN)
+    return 4 * ceil_div(num_rows, chunk_len) * delta.num_v_heads * floats
+
+
+def split_bytes(facts: ModelFacts, sequences: int) -> int:
+    """Partial results of attention over splits of the keys, of a decode step on a card."""
+    return 4 * sequences * cost.attention_split_floats(facts.num_heads, facts.head_dim)
 
 
 def pending_bytes(facts: ModelFacts, sequences: int, page_len: int) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from packhorse.core.cost import DELTA_SPAN_LEN, delta_scratch_floats
 from packhorse.core.units import ceil_div
 from packhorse.kernels.cuda.launch import launch, target_of
 from packhorse.kernels.cuda.nvrtc import Variant
 from packhorse.kernels.delta.ref import CHUNK_LEN
 
-SPAN_CHUNKS = 32
-"""Chunks whose scratch exists at once."""
 _SLICE = 32
 
 
@@ -33,29 +32,24 @@ def variants(k_dim: int, v_dim: int, arch: int) -> tuple[Variant, Variant]:
     )
 
 
-def scratch_floats(k_dim: int, v_dim: int) -> int:
-    """fp32 values of scratch of one chunk of one value head."""
-    return CHUNK_LEN * (3 * k_dim + CHUNK_LEN + v_dim) + 32
-
-
 def delta_rule(mixed: Tensor, g: Tensor, beta: Tensor, state: Tensor, num_k_heads: int) -> Tensor:
     """mixed [T, 2 Hk Dk + Hv Dv]: q, k and v of all heads side by side, after the convolution, not normalised;
     g, beta [T, Hv]; state [Hv, Dk, Dv] in place; all fp32 on one card. Returns o [T, Hv, Dv].
 
-    q and k are normalised as in `layers.delta_net`. Scratch: `scratch_floats` for each of SPAN_CHUNKS chunks and
-    each value head.
+    q and k are normalised as in `layers.delta_net`. Scratch: cost.delta_scratch_floats for each
+    chunk of DELTA_SPAN_LEN tokens and each value head.
     """
     heads, k_dim, v_dim = state.shape
     length, stride = mixed.shape[0], mixed.stride(0)
     assert mixed.stride(1) == 1 and g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()
     out = torch.empty(length, heads, v_dim, dtype=torch.float32, device=mixed.device)
-    chunks = min(SPAN_CHUNKS, ceil_div(length, CHUNK_LEN))
-    scratch = torch.empty(chunks * heads * scratch_floats(k_dim, v_dim), device=mixed.device)
+    chunks = ceil_div(min(DELTA_SPAN_LEN, length), CHUNK_LEN)
+    size = chunks * heads * delta_scratch_floats(k_dim, v_dim)
+    scratch = torch.empty(size, device=mixed.device)
     intra, walk = variants(k_dim, v_dim, target_of(mixed.device).arch)
-    step = SPAN_CHUNKS * CHUNK_LEN
-    for start in range(0, length, step):
-        rows = slice(start, start + step)
-        tokens = min(step, length - start)
+    for start in range(0, length, DELTA_SPAN_LEN):
+        rows = slice(start, start + DELTA_SPAN_LEN)
+        tokens = min(DELTA_SPAN_LEN, length - start)
         launch(
             intra,
             (ceil_div(tokens, CHUNK_LEN), heads),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.formats import TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div
 from packhorse.kernels.cuda.launch import launch
@@ -16,8 +17,6 @@ _OUT = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _KINDS = {"symmetric": 0, "zero": 1, "min": 2, "fp8": 3, "k": 4, "q6_k": 5}
 _WARPS = 8
 _GRID_Y = 32768
-SCRATCH_BYTES = 512 << 20
-"""Values that exist at once beside the packed weights, at most."""
 
 
 def variant(form: PackedFormat, dtype: torch.dtype) -> Variant:
@@ -35,8 +34,8 @@ def variant(form: PackedFormat, dtype: torch.dtype) -> Variant:
 
 def linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] times a packed weight [N, K] transposed, plus bias [N]: [T, N] in x's type; rows of the weight
-    are unpacked SCRATCH_BYTES at a time and multiplied by the library."""
-    step = max(1, SCRATCH_BYTES // (TILE_ROWS * weight.num_cols * x.element_size())) * TILE_ROWS
+    are unpacked UNPACK_BYTES at a time and multiplied by the library."""
+    step = max(1, UNPACK_BYTES // (TILE_ROWS * weight.num_cols * x.element_size())) * TILE_ROWS
     out = x.new_empty(x.shape[0], weight.num_rows)
     scratch = x.new_empty(min(step, weight.num_rows) * weight.num_cols)
     for start in range(0, weight.num_rows, step):
@@ -47,8 +46,8 @@ def linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tenso
 
 
 def group_len(weight: PackedTensor, itemsize: int) -> int:
-    """Matrices [N, K] of `weight` [E, N, K] whose values fill SCRATCH_BYTES."""
-    return max(1, SCRATCH_BYTES // (weight.num_rows * weight.num_cols * itemsize))
+    """Matrices [N, K] of `weight` [E, N, K] whose values fill UNPACK_BYTES."""
+    return max(1, UNPACK_BYTES // (weight.num_rows * weight.num_cols * itemsize))
 
 
 def unpacked(weight: PackedTensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
