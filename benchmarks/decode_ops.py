@@ -113,7 +113,7 @@ def delta_s(sequences: int) -> float:
     def run() -> None:
         for i in range(DELTA_LAYERS):
             weights = weight[i], gates[0], gates[1], norm
-            delta_step(qkvz, ba, weights, 1e-6, (conv[i], state[i]), where, turns, out)
+            delta_step(qkvz, ba, weights, 1e-6, (conv[i], state[i]), where, turns, out, at_rest=True)
 
     return median_s(run)
 

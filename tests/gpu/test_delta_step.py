@@ -52,13 +52,14 @@ class Layer:
             torch.tensor(x, dtype=torch.int32, device="cuda") for x in (self.first, spans, self.slots)
         )
 
-    def run(self) -> Tensor:
+    def run(self, at_rest: bool = False) -> Tensor:
         out = torch.full(
             (self.qkvz.shape[0], self.num_v, self.dim), torch.nan, dtype=self.dtype, device="cuda"
         )
         weights = (self.weight, *self.gate_params, self.norm)
         turns = torch.zeros(len(self.where[0]), self.num_k, dtype=torch.int32, device="cuda")
-        delta_step(self.qkvz, self.ba, weights, EPS, (self.conv, self.state), self.where, turns, out)
+        states = self.conv, self.state
+        delta_step(self.qkvz, self.ba, weights, EPS, states, self.where, turns, out, at_rest=at_rest)
         assert not turns.any()
         return out
 
@@ -109,7 +110,7 @@ def test_steps(num_k, num_v, dim, dtype, fp32):
         pytest.skip("bf16 needs compute capability 8.0")
     outs, convs, states = layer.want()
     before = layer.conv.clone(), layer.state.clone()
-    got = layer.run()
+    got = layer.run(at_rest=fp32)
     close(got[:-1], torch.cat(outs), OUT_BOUND[dtype])
     assert bool(got[-1].isnan().all())
     for slot, conv, state in zip(layer.slots, convs, states, strict=True):

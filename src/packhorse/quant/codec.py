@@ -98,7 +98,7 @@ def hadamard(x: Tensor) -> Tensor:
     dim = x.shape[-1]
     y, width = x.float(), 1
     while width < dim:
-        left, right = y.reshape(*x.shape[:-1], -1, 2, width).unbind(-2)
+        left, right = y.reshape(*x.shape[:-1], dim // (2 * width), 2, width).unbind(-2)
         y = torch.stack((left + right, left - right), dim=-2)
         width *= 2
     return (y.reshape(x.shape) * dim**-0.5).to(x.dtype)

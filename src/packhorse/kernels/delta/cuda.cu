@@ -32,16 +32,17 @@ __device__ __forceinline__ float warp_sum(float x) {
 // conv: of a slot at slot * conv_stride bytes: [channels, TAPS - 1], the last inputs, oldest first. states: of a slot
 // at slot * state_stride bytes: fp32 [value heads, D, D]. Both change in place. turns: zeros, [sequences, key heads].
 // first_row, num_tokens (0: none), slots: of each sequence. out [rows, value heads, D]: o over its root mean square,
-// times norm and silu(z). Grid: value heads, sequences.
+// times norm and silu(z). at_rest: states and where they are can be read while the kernel before still runs.
+// Grid: value heads, sequences.
 extern "C" __global__ void __launch_bounds__(THREADS)
     delta_step(const void* rows, const void* ba, const float* weight, const float* a_log, const float* dt_bias,
                const float* norm, unsigned char* conv, unsigned char* states, int* turns, const int* first_row,
                const int* num_tokens, const int* slots, unsigned short* out, u64 conv_stride, u64 state_stride,
-               float eps, int stride, int ba_stride, int fp32, int num_k_heads) {
+               float eps, int stride, int ba_stride, int fp32, int num_k_heads, int at_rest) {
     __shared__ float sums[2][DOWN][D];
     __shared__ __align__(16) float mixed[3][D];
     __shared__ float gate[D], squares[3][D / 32], decay, beta;
-    __shared__ float window[TAPS - 1][3 * D];  // a thread's own channels: registers are short
+    __shared__ float window[TAPS - 1][3 * D], taps[TAPS][3 * D];  // a thread's own channels: registers are short
     __shared__ int last_reader;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, mine = threadIdx.x;
     const int row = 16 * (warp / ACROSS) + 4 * (lane >> 3), column = 32 * (warp % ACROSS) + 4 * (lane & 7);
@@ -52,8 +53,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int part = c / D;
         return (part == 0 ? k_head : part == 1 ? num_k_heads + k_head : 2 * num_k_heads + head) * D + c % D;
     };
+    for (int c = mine; c < 3 * D; c += THREADS)
+#pragma unroll
+        for (int tap = 0; tap < TAPS; tap++) taps[tap][c] = weight[(size_t)channel(c) * TAPS + tap];
     let_next_start();
-    wait_for_previous();
+    if (!at_rest) wait_for_previous();
     const int tokens = num_tokens[sequence], first = first_row[sequence], slot = slots[sequence];
     if (tokens == 0) return;
     float4* const state = reinterpret_cast<float4*>(states + slot * state_stride) +
@@ -62,12 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float4 s[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) s[i] = state[i * (D / 4)];
-#pragma unroll
     for (int c = mine; c < 3 * D; c += THREADS)
 #pragma unroll
         for (int tap = 0; tap < TAPS - 1; tap++)
             window[tap][c] = Act::low(inputs[(size_t)channel(c) * (TAPS - 1) + tap]);
+    wait_for_previous();
 
+    int turn = 0;
 #pragma unroll 1
     for (int token = 0; token < tokens; token++) {
         const size_t r = first + token;
@@ -75,11 +80,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int c = mine; c < 3 * D; c += THREADS) {
             // Inputs have the precision of the state, so that a later step sees what this one did.
             const float input = Act::low(Act::bits(at(rows, r * stride + channel(c), fp32)));
-            const float* taps = weight + (size_t)channel(c) * TAPS;
-            float x = input * taps[TAPS - 1];
+            float x = input * taps[TAPS - 1][c];
 #pragma unroll
             for (int tap = 0; tap < TAPS - 1; tap++) {
-                x += window[tap][c] * taps[tap];
+                x += window[tap][c] * taps[tap][c];
                 window[tap][c] = tap < TAPS - 2 ? window[tap + 1][c] : input;
             }
             x /= 1.f + __expf(-x);
@@ -96,9 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         if (token == 0 && mine == 0) {
             // All threads have read the conv state. The value heads of a key head meet here once.
-            const int turn = sequence * num_k_heads + k_head;
-            last_reader = atomicAdd(turns + turn, 1) == group - 1;
-            if (last_reader) turns[turn] = 0;
+            turn = atomicAdd(turns + sequence * num_k_heads + k_head, 1);
         }
         float q_unit = 1e-6f, k_unit = 1e-6f;
 #pragma unroll
@@ -149,6 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (token == tokens - 1) {
 #pragma unroll
             for (int j = 0; j < 4; j++) state[j * (D / 4)] = s[j];
+        }
+        if (token == tokens - 1 && mine == 0) {
+            last_reader = turn == group - 1;
+            if (last_reader) turns[sequence * num_k_heads + k_head] = 0;
         }
         float o = 0;
         if (mine < D) {

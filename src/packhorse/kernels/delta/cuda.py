@@ -39,6 +39,8 @@ def delta_step(
     where: tuple[Tensor, Tensor, Tensor],
     turns: Tensor,
     out: Tensor,
+    *,
+    at_rest: bool = False,
 ) -> None:
     """New tokens of each sequence, 1 to 16 of them, through a delta-net layer; its states are read and written once.
 
@@ -47,6 +49,9 @@ def delta_step(
     in out's dtype and recurrent [slots, Hv, D, D] fp32, slots at any stride, in place. where: int32 [B] each: first
     row, tokens (0: none), slot. turns: int32 [B, Hk], zeros, and zeros again after. out [R, Hv, D], fp16 or bf16:
     rms_norm(o) * norm * silu(z); rows of nobody stay as they are.
+
+    at_rest: states and `where` are read before the launch before this one is over. Right where nothing that may still
+    run then writes them: in a graph in which each layer comes once.
     """
     conv, recurrent = states
     num_v, head_dim = recurrent.shape[1:3]
@@ -61,7 +66,7 @@ def delta_step(
         (num_v, where[0].shape[0]),
         head_dim * head_dim // 16,
         *(rows, ba, *weights, *states, turns, *where, out, 2 * conv.stride(0), 4 * recurrent.stride(0), eps),
-        *(rows.stride(0), ba.stride(0), int(rows.dtype == torch.float32), num_k),
+        *(rows.stride(0), ba.stride(0), int(rows.dtype == torch.float32), num_k, int(at_rest)),
         device=out.device,
         overlap=True,
     )
