@@ -14,6 +14,7 @@ import pytest
 
 from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
+from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.errors import CorruptFileError, UsageError
 from packhorse.core.units import GIB, MIB, ceil_div, parse_bytes
 from packhorse.engine.size import size_engine
@@ -142,7 +143,8 @@ def least_device_bytes(footprint: Footprint, machine, job: Job, index: int) -> i
             need += job.sequences * ceil_div(job.context, 64) * one_layer
     rows = 2048
     scratch = 4 * facts.hidden_size * SWEEPS[0] + account.activation_bytes(part, rows)
-    scratch += account.delta_transient_bytes(part, rows)
+    scratch += account.delta_transient_bytes(part, rows) + (UNPACK_BYTES if footprint.recipe.is_packed else 0)
+    need += account.split_bytes(facts, job.sequences * (1 + job.draft))
     return need + scratch + min(moving, 2 * moving // part.num_layers)
 
 
@@ -179,7 +181,7 @@ def test_what_is_refused_cannot_fit():
 
 def test_every_alternative_fits_when_it_is_asked_for():
     rng, offered = random.Random(4), 0
-    for _ in range(90):
+    for _ in range(60):
         machine = read_profile(rng.choice(profile_names()))
         facts = known_model(rng.choice(known_names()))
         wishes = Wishes(
@@ -208,7 +210,7 @@ def test_every_alternative_fits_when_it_is_asked_for():
             assert again.fits, (offer, wishes)
             assert again.times[EXPECTED] == offer.times, (offer, wishes)
             offered += 1
-    assert offered > 50
+    assert offered > 40
 
 
 def test_bands_are_in_order():

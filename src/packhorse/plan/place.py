@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from packhorse.core import formats
+from packhorse.core import cost, formats
 from packhorse.core.types import PAGE_LEN
 from packhorse.core.units import ceil_div
 from packhorse.facts.machine import Machine
@@ -180,7 +180,7 @@ def place(footprint: Footprint, machine: Machine, job: Job) -> Placement:
     num_units = sum(card.num_units for card in cards)
     options = []
     for sweep_len in SWEEPS[:1] + tuple(length for length in SWEEPS[1:] if length < 2 * job.context):
-        shares = [_share(part, footprint.unit_bytes, card, sweep_len)
+        shares = [_share(footprint, part, card, sweep_len)
                   for part, card in zip(footprint.parts, cards, strict=True)]  # fmt: skip
         fits = all(share.used_bytes <= card.room for share, card in zip(shares, cards, strict=True))
         left = num_units - sum(share.kept for share in shares)
@@ -223,6 +223,7 @@ def _fixed(footprint: Footprint, machine: Machine, job: Job, index: int) -> _Car
     items = {"runtime": account.runtime_bytes(), **classes}
     items["states"] = 2 * job.sequences * account.snapshot_bytes(part, footprint.recipe.dtype)
     items["graphs"] = account.graph_bytes(job.sequences)
+    items["attention_splits"] = account.split_bytes(facts, job.sequences * (1 + job.draft))
     items["kv"] = job.sequences * account.kv_bytes(part, job.kv, job.context, PAGE_LEN, framed=True)
     if last:
         items["lm_head"] = footprint.head_bytes
@@ -239,14 +240,15 @@ def _fixed(footprint: Footprint, machine: Machine, job: Job, index: int) -> _Car
     return _Card(items, ceil_div(moving, unit), frame // unit, frame, room)
 
 
-def _share(part: ModelFacts, unit_bytes: int, card: _Card, sweep_len: int) -> _Share:
+def _share(footprint: Footprint, part: ModelFacts, card: _Card, sweep_len: int) -> _Share:
     """Units of a card with one length of sweep: all stay, or slots give way to a sweep's buffers."""
     units, per, frame = card.num_units, card.per_frame, card.frame
     scratch = account.residual_bytes(part, sweep_len) + account.activation_bytes(part, CHUNK_LEN)
     scratch += account.delta_transient_bytes(part, CHUNK_LEN)
+    scratch += cost.UNPACK_BYTES if footprint.recipe.is_packed else 0
     everything = ceil_div(units, per) * frame + scratch
     # Two buffers, each for what one layer moves: one is read while the other fills.
-    layer = ceil_div(units, part.num_layers) * unit_bytes
+    layer = ceil_div(units, part.num_layers) * footprint.unit_bytes
     frames, needed = card.room // frame, ceil_div(scratch + 2 * layer, frame)
     if everything <= max(card.room, needed * frame):
         return _Share(units, units, everything)

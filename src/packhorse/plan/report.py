@@ -225,10 +225,15 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         ):
             continue
         if plan.machine.measured:
-            yield f"{label:24}{expected[name]:>8.3g} {unit}"
+            yield f"{label:24}{_short(expected[name]):>8} {unit}"
         else:
             least, most = sorted((low[name] or 0.0, high[name] or 0.0))
-            yield f"{label:24}{least:>8.3g} to {most:.3g} {unit} (never measured)"
+            yield f"{label:24}{_short(least):>8} to {_short(most)} {unit} (never measured)"
+
+
+def _short(value: float | None) -> str:
+    """Three digits, without an exponent."""
+    return f"{float(f'{value or 0.0:.3g}'):,g}"
 
 
 def _offer_line(offer: Alternative) -> str:
@@ -238,7 +243,7 @@ def _offer_line(offer: Alternative) -> str:
     ).replace("--model ", "")
     speed, cold = offer.times.decode_tok_s_end, offer.times.cold_first_token_s
     built = "" if offer.built else ", modelled"
-    return f"fits instead: {change} ({offer.why}): {speed:.3g} tok/s, first token {cold:.3g} s cold{built}"
+    return f"fits instead: {change} ({offer.why}): {_short(speed)} tok/s, first token {_short(cold)} s cold{built}"
 
 
 def explain(plan: Plan) -> str:
@@ -265,11 +270,12 @@ def _arithmetic(plan: Plan) -> Iterator[str]:
         unit = footprint.unit_bytes
         missed = touched * (1 - inside) * unit
         yield f"    it touches {touched:.4g} of {where.num_units:,} units ({footprint.mover}) of {unit:,} B;"
-        yield f"    {inside:.1%} of these are on the card; {missed:,.0f} B come at {speed.missing / 1e9:.4g} GB/s,"
-        yield f"    which takes {missed / speed.missing * 1e3:.3g} ms"
+        yield f"    {inside:.1%} of these are on the card"
+        if missed:
+            yield f"    {missed:,.0f} B come at {speed.missing / 1e9:.4g} GB/s: {missed / speed.missing * 1e3:.3g} ms"
     flops = prefill_flops(footprint, 0, job.context)
     seconds = flops / speed.flops
-    yield f"a cold prompt takes {flops:,} operations at {speed.flops / 1e12:.4g} TFLOP/s: {seconds:.4g} s"
+    yield f"a cold prompt takes {flops / 1e15:,.4g}e15 operations at {speed.flops / 1e12:.4g} TFLOP/s: {seconds:.4g} s"
     left = (where.num_units - where.kept) * footprint.unit_bytes
     if left:
         once = left / speed.link

@@ -258,6 +258,8 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
     where, facts, job = plan.placement, plan.facts, plan.placement.job
     if not machine.measured:
         yield f"Times on {machine.name} were never measured: they are computed from rates, and ranges are printed."
+    if machine.free:
+        yield "Planned without a card: name a machine with --profile, or let `doctor --save-profile` look at this one."
     if job.context > facts.context:
         stretch = job.context / facts.context
         yield f"The context is {stretch:.2g} times the model's window: YaRN reaches it and costs at short range."
