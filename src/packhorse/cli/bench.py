@@ -1,4 +1,5 @@
-"""packhorse bench: measurements. `bench serve` puts load on any server that speaks OpenAI's API."""
+"""packhorse bench: measurements. `bench serve` puts load on any server that speaks OpenAI's API; `bench synth` makes
+up the weights of a model to measure with."""
 
 from __future__ import annotations
 
@@ -11,18 +12,36 @@ from typing import Annotated, Any
 import typer
 
 from packhorse.bench.serve import Load, Target, run_load
-from packhorse.cli.common import JsonOption, note, print_json
+from packhorse.cli.common import JsonOption, byte_progress, note, print_json
+from packhorse.core.errors import UsageError
+from packhorse.core.units import format_bytes
 
 
 class What(StrEnum):
     """What is measured."""
 
     SERVE = "serve"
+    SYNTH = "synth"
 
 
 def command(
-    what: Annotated[What, typer.Argument(metavar="WHAT", help="serve: load on a server.")],
-    against: Annotated[str, typer.Option("--against", metavar="URL", help="The server's address.")],
+    what: Annotated[
+        What, typer.Argument(metavar="WHAT", help="serve: load on a server. synth: random packed weights.")
+    ],
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="synth: the folder to write.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="URL", help="serve: the server's address.")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option("--like", metavar="NAME", help="synth: the model to take the shapes of.")
+    ] = None,
+    recipe: Annotated[str, typer.Option("--recipe", metavar="NAME", help="synth: int4 or int8.")] = "int4",
+    router: Annotated[
+        str, typer.Option("--router", help="synth: experts wanted alike (uniform) or not (zipf).")
+    ] = "uniform",
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", help="synth: the first N layers. [default: all]")
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="[default: the first that it names]")] = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", help="A bearer key; else that in OPENAI_API_KEY.")
@@ -39,13 +58,18 @@ def command(
         int, typer.Option("--shared-words", help="Words that all prompts begin with.")
     ] = Load.shared_words,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer.")] = Load.max_tokens,
-    seed: Annotated[int, typer.Option("--seed", help="Of prompts and times.")] = Load.seed,
+    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = Load.seed,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the figures as JSON.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Exit code 1 where a request failed: the figures are printed all the same."""
+    if what is What.SYNTH:
+        _synth(out, like, recipe, router=router, layers=layers, seed=seed, json=json)
+        return
+    if against is None or out is not None:
+        raise UsageError("bench serve takes --against URL and no folder.", hint="See packhorse bench --help.")
     load = Load(
         requests=requests,
         clients=clients,
@@ -69,6 +93,19 @@ def command(
         note(f"{failed} of {document['requests']} requests failed: {kinds}.")
         raise typer.Exit(1)
     note(f"{document['requests']} requests in {document['wall_s']:.1f} s, no error")
+
+
+def _synth(out: Path | None, like: str | None, recipe: str, *, json: bool, **options: Any) -> None:
+    if out is None or like is None:
+        raise UsageError("bench synth takes a folder and --like NAME.", hint="See packhorse bench --help.")
+    from packhorse.bench.synth import synthesize
+
+    with byte_progress(f"writing {like}") as progress:
+        size = synthesize(out, like, recipe, progress=progress, **options)
+    if json:
+        print_json({"out": str(out), "like": like, "recipe": recipe, "bytes": size, **options})
+    else:
+        print(f"{out}: {format_bytes(size)} like {like} in {recipe}")
 
 
 def table(document: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Entry] = {
     "pull": Entry("packhorse.cli.pull", "Fetch a model into the cache, or bring it up to date."),
     "inspect": Entry("packhorse.cli.inspect", "Show what a model is, without loading it."),
     "plan": Entry("packhorse.cli.plan", "Say what fits a machine and how fast it will be."),
+    "convert": Entry("packhorse.cli.convert", "Pack a 16-bit checkpoint into 4 or 8 bits."),
     "ask": Entry("packhorse.cli.ask", "Ask one question about documents."),
     "chat": Entry("packhorse.cli.chat", "Ask question after question; what was read is not read again."),
     "demo": Entry("packhorse.cli.demo", "Watch a small model read a document once and answer two questions."),

@@ -1,0 +1,248 @@
+"""Packed random weights in a model's true shapes: what kernels, loaders and plans are measured with.
+
+Codes are random bits, so nothing in 16 bits is ever held, and a scale keeps activations moderate through all layers:
+a product's outputs vary as much as its inputs, and what a layer adds to the residual is a small part of it. The
+declaration is our own (docs/formats.md); the same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse.core.errors import DoesNotFitError, RefusedError, UsageError
+from packhorse.core.formats import COMPUTE_DTYPES, PACKED, PackedFormat
+from packhorse.core.units import GIB, ceil_div, format_bytes
+from packhorse.facts.config_json import config_fields
+from packhorse.facts.known import known_config
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.recipes import Recipe, recipe
+from packhorse.facts.weights import class_of
+from packhorse.models.loader import model_params
+from packhorse.models.params import Part
+from packhorse.models.writer import TensorSpec, shard_bytes, shard_name, write_index, write_json, write_shard
+
+ROUTERS = ("uniform", "zipf")
+SHARD_BYTES = 4 * GIB
+ZIPF = 1.0
+"""Exponent of the skew: expert number r of a layer is wanted as r^-ZIPF."""
+_RESIDUAL = ("o_proj", "out_proj", "down_proj")
+_STEERED = 64
+"""Columns of the embedding that are the same for all tokens: a skewed router reads them."""
+_SHARE = 0.1
+"""What a layer's parts add to the residual, over the embedding's size."""
+_SLICE = 1 << 24
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def synthesize(
+    out: Path,
+    like: str,
+    recipe_name: str = "int4",
+    *,
+    router: str = "uniform",
+    seed: int = 0,
+    layers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Write the folder `out`: a model of the shapes of `like` (facts.known) under a recipe. Returns its bytes.
+
+    router: uniform, or zipf, where the same experts of a layer are wanted most by every token. layers: of the first
+    so many only. progress(done, total): bytes. Raises UsageError for names, formats and folders that cannot be,
+    DoesNotFitError where the disk is too small.
+    """
+    if router not in ROUTERS:
+        raise UsageError(f"The router {router!r} is not known.", hint=f"Choose {' or '.join(ROUTERS)}.")
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty.", hint="Give a folder that is not there yet.")
+    config = _shortened(known_config(like), layers)
+    fields = config_fields(config, out / "config.json")
+    facts = ModelFacts(name=like, path=out, container="safetensors", **fields)
+    maker = _Maker(facts, recipe(recipe_name), router, seed)
+    shards = maker.shards()
+    total = sum(shard_bytes(maker.specs(shard)) for shard in shards)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _check_disk(out, total)
+        done = 0
+        for index, parts in enumerate(shards):
+            specs = maker.specs(parts)
+            write_shard(out / shard_name(index, len(shards)), specs, maker.values(parts))
+            done += shard_bytes(specs)
+            if progress is not None:
+                progress(done, total)
+        write_index(out, [maker.specs(parts) for parts in shards])
+        declared = {"quant_method": "packhorse", "version": 1, "modules": maker.modules}
+        write_json(out / "config.json", config | ({"quantization_config": declared} if maker.modules else {}))
+    except OSError as error:
+        raise RefusedError(
+            f"{out} cannot be written: {error.strerror or error}.", hint="Check the folder and its disk."
+        ) from error
+    return total
+
+
+def _shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The config with its first `layers` layers only."""
+    text = config.get("text_config", config)
+    if layers is not None:
+        most = text["num_hidden_layers"]
+        if not 1 <= layers <= most:
+            raise UsageError(
+                f"{layers} layers were asked for, and the model has {most}.", hint="Ask for some."
+            )
+        text["num_hidden_layers"] = layers
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:layers]
+    return config
+
+
+def _check_disk(out: Path, total: int) -> None:
+    free = shutil.disk_usage(out).free
+    if total > free:
+        raise DoesNotFitError(
+            f"{format_bytes(total)} are to be written to {out}, and its disk has {format_bytes(free)} free.",
+            asked=total,
+            available=free,
+            unit="bytes",
+            hint="Free space, or give a folder on another disk.",
+        )
+
+
+class _Maker:
+    """Tensors of a model by name, each from a random stream of its own."""
+
+    def __init__(self, facts: ModelFacts, recipe: Recipe, router: str, seed: int) -> None:
+        self.facts = facts
+        self.recipe = recipe
+        self.router = router
+        self.seed = seed
+        self.modules: dict[str, str] = {}
+        self.parts: list[tuple[Part, PackedFormat | None, bool]] = []
+        for param in model_params(facts):
+            for part in param.choices[0]:
+                form = None if param.fp32 else self._format(part)
+                self.parts.append((part, form, param.fp32))
+                if form is not None:
+                    self.modules[_module(part)] = form.name
+
+    def _format(self, part: Part) -> PackedFormat | None:
+        """How a tensor is packed; None where it is not."""
+        kind = class_of(part.source, self.facts)
+        name = self.recipe.formats.get(kind, self.recipe.rest)
+        if len(part.shape) < 2 or part.shape[-2] == 1 or name is None:
+            return None
+        form = PACKED[name]
+        if form.kind != "symmetric" or form.bits not in (4, 8) or self.recipe.bits is not None:
+            raise UsageError(
+                f"The recipe {self.recipe.name} has {name}, which is not made up.",
+                hint="Choose int4 or int8.",
+            )
+        return form
+
+    def shards(self) -> list[list[tuple[Part, PackedFormat | None, bool]]]:
+        """Parts of each file."""
+        found: list[list[tuple[Part, PackedFormat | None, bool]]] = [[]]
+        size = 0
+        for item in self.parts:
+            made = sum(spec.num_bytes for spec in self.specs([item]))
+            if found[-1] and size + made > SHARD_BYTES:
+                found.append([])
+                size = 0
+            found[-1].append(item)
+            size += made
+        return found
+
+    def specs(self, parts: list[tuple[Part, PackedFormat | None, bool]]) -> list[TensorSpec]:
+        """The tensors of parts, in order."""
+        specs = []
+        for part, form, fp32 in parts:
+            *lead, cols = part.shape
+            if form is None:
+                dtype = "F32" if fp32 else COMPUTE_DTYPES[self.recipe.dtype].name
+                specs.append(TensorSpec(part.source, dtype, part.shape))
+            else:
+                groups = ceil_div(cols, form.group_len)
+                specs.append(TensorSpec(f"{_module(part)}.q", "U8", (*lead, cols * form.bits // 8)))
+                specs.append(TensorSpec(f"{_module(part)}.scale", "F16", (*lead, groups)))
+        return specs
+
+    def values(self, parts: list[tuple[Part, PackedFormat | None, bool]]) -> Iterator[Tensor]:
+        """The tensors of `specs`, made one after the other."""
+        for part, form, fp32 in parts:
+            word = hashlib.blake2b(f"{self.seed} {part.source}".encode(), digest_size=16).digest()
+            rng = np.random.Generator(np.random.SFC64(int.from_bytes(word, "little")))
+            if form is not None:
+                yield from self._packed(part, form, rng)
+            else:
+                dtype = torch.float32 if fp32 else _DTYPES[self.recipe.dtype]
+                yield self._plain(part, rng).to(dtype)
+
+    def _packed(self, part: Part, form: PackedFormat, rng: np.random.Generator) -> Iterator[Tensor]:
+        *lead, cols = part.shape
+        q = torch.from_numpy(np.frombuffer(bytearray(math.prod(lead) * cols * form.bits // 8), np.uint8))
+        view = q.numpy()
+        for start in range(0, len(view), _SLICE):
+            piece = view[start : start + _SLICE]
+            piece[:] = np.frombuffer(rng.bytes(len(piece)), np.uint8)
+        q = q.view(*lead, -1)
+        if self.router == "zipf" and "embed_tokens" in part.source:
+            q[..., : _STEERED * form.bits // 8] = 255  # the largest code in all of them
+        yield q
+        # Codes are uniform: their deviation is 2^bits / sqrt(12). Signs differ by group, for their mean is not 0.
+        spread = self._deviation(part) * math.sqrt(12) / 2**form.bits
+        signs = torch.from_numpy(rng.integers(0, 2, (*lead, ceil_div(cols, form.group_len)))) * 2 - 1
+        if "embed_tokens" in part.source:
+            signs = signs.abs()
+        yield (signs * spread).half()
+
+    def _deviation(self, part: Part) -> float:
+        """Standard deviation of a matrix's values."""
+        if "embed_tokens" in part.source:
+            return 1.0
+        unit = 1 / math.sqrt(part.shape[-1])
+        return unit * _SHARE if any(name in part.source for name in _RESIDUAL) else unit
+
+    def _plain(self, part: Part, rng: np.random.Generator) -> Tensor:
+        """fp32 values of what is not packed."""
+        name, shape = part.source, part.shape
+
+        def normal(deviation: float) -> Tensor:
+            return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)) * deviation
+
+        if name.endswith("A_log"):
+            return torch.from_numpy(rng.uniform(-3, 0.5, shape).astype(np.float32))
+        if name.endswith("dt_bias"):
+            return torch.from_numpy(rng.uniform(-4, 0, shape).astype(np.float32))
+        if "norm" in name:
+            offset = self.facts.norm_offset and not name.endswith("linear_attn.norm.weight")
+            return torch.zeros(shape) if offset else torch.ones(shape)
+        if name.endswith("bias"):
+            return normal(0.1)
+        if "conv1d" in name:
+            return normal(0.5)
+        if name.endswith("mlp.gate.weight") and self.router == "zipf":
+            return normal(1 / math.sqrt(shape[-1])) + self._skew(shape[0], rng)
+        return normal(self._deviation(part))
+
+    def _skew(self, num_experts: int, rng: np.random.Generator) -> Tensor:
+        """[E, H]: what adds log of an expert's wanted share to its logit, read from the steered columns."""
+        wish = -ZIPF * np.log(1 + rng.permutation(num_experts).astype(np.float32))
+        # A steered column holds half a range of the codes, whose deviation is 1: sqrt(3). The norm divides by the
+        # root of the mean square of all columns.
+        H = self.facts.hidden_size
+        level = math.sqrt(3) / math.sqrt((3 * _STEERED + (H - _STEERED)) / H)
+        row = torch.zeros(H)
+        row[:_STEERED] = 1 / (level * _STEERED)
+        return torch.from_numpy(wish - wish.mean())[:, None] * row
+
+
+def _module(part: Part) -> str:
+    return part.source.removesuffix(".weight")
