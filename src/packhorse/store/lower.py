@@ -32,6 +32,7 @@ from packhorse.store.records import (
     Record,
     Records,
     UnreadableError,
+    Walk,
     chain_values,
     walk,
 )
@@ -206,7 +207,7 @@ class LowerTiers:
     def find(self, root: bytes, tokens: bytes | bytearray, num_pages: int, held: int) -> Found:
         """The longest chain that the first `num_pages` pages of a prompt begin with. held: pages that the device
         has."""
-        walked = walk(self._sources, root, tokens, num_pages, self._page_bytes, self._chain)
+        walked = self._walk(root, tokens, num_pages)
         usable, state = walked.num_pages, None
         if self._tier.geometry.is_hybrid:
             usable, state = self._last_state(walked.keys)
@@ -270,6 +271,15 @@ class LowerTiers:
         first = max(piece.first, held)
         stop = min(piece.stop, found.num_pages)
         transfer.load_pages(image, piece.skip + first - piece.first, self._tier, page_ids[first:stop])
+
+    def _walk(self, root: bytes, tokens: bytes | bytearray, num_pages: int) -> Walk:
+        """Through host memory as far as that goes, and from there on the disk."""
+        near = walk([self.ram], root, tokens, num_pages, self._page_bytes, self._chain)
+        if self.disk is None or near.num_pages == num_pages:
+            return near
+        far = walk(self._sources, root, tokens, num_pages, self._page_bytes, self._chain)
+        rest = [p.after(near.num_pages) for p in far.pieces if p.stop > near.num_pages]
+        return Walk(near.pieces + rest, far.keys)
 
     def _last_state(self, keys: Sequence[bytes]) -> tuple[int, tuple[Records, Record] | None]:
         """The last boundary at which there is a state, in pages, and that state."""

@@ -287,6 +287,11 @@ class Piece:
     def stop(self) -> int:
         return self.first + self.count
 
+    def after(self, page: int) -> Piece:
+        """What of it lies behind a page of the prompt before its stop."""
+        cut = max(0, page - self.first)
+        return replace(self, first=self.first + cut, count=self.count - cut, skip=self.skip + cut)
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -348,8 +353,7 @@ def _cover(further: Sequence[Piece]) -> list[Piece]:
     for at, piece in enumerate(further):
         if at + 1 < len(further) and further[at + 1].first <= stop:
             continue
-        skip = stop - piece.first
-        chosen.append(replace(piece, first=stop, count=piece.count - skip, skip=skip))
+        chosen.append(piece.after(stop))
         stop = piece.stop
     return chosen
 
