@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packhorse.core.errors import UsageError
-from packhorse.core.formats import KV_FORMATS
+from packhorse.core.formats import KV_FORMATS, kv_token_bytes
 from packhorse.core.types import PAGE_LEN
 from packhorse.core.units import ceil_div
 from packhorse.kernels.cuda.launch import launch
@@ -123,6 +123,12 @@ class PagedAttention:
             "attend_merge": Variant("attention/cuda.cu", "attend_merge", defines + split, min_arch=arch),
         }
 
+    def _check_pages(self, pages: Tensor) -> None:
+        page_bytes = PAGE_LEN * kv_token_bytes(self.codec, self.num_kv_heads, self.head_dim)
+        assert pages.shape[1] == page_bytes and pages.is_contiguous(), (
+            f"the kernels read pages of {PAGE_LEN} tokens"
+        )
+
     @property
     def workspace_floats(self) -> int:
         """fp32 values of the scratch of one `attend`, which layers may share."""
@@ -147,6 +153,7 @@ class PagedAttention:
         pages: of the layer. rows [R, (q, gates if gated, k, v) heads x D]: projections, fp32 or `dtype`. norms: fp32
         [D] of q and k. cos_sin: fp32 [R, 1, rotary dims / 2] each. misfits: int64 [2], what fp8 did not hold is added.
         """
+        self._check_pages(pages)
         num_rows, width = rows.shape
         heads = self.num_heads + 2 * self.num_kv_heads
         assert width == (heads + self.num_heads * gated) * self.head_dim and rows.stride(1) == 1
@@ -197,6 +204,7 @@ class PagedAttention:
         gate [R, Hq, D]: fp32 or `dtype`, rows at any stride. workspace: fp32 [workspace_floats], of any contents.
         Rows that belong to nobody stay as they are.
         """
+        self._check_pages(pages)
         assert workspace.numel() >= self.workspace_floats and workspace.dtype == torch.float32
         block_tokens = MAX_GROUP // (self.num_heads // self.num_kv_heads)
         blocks = ceil_div(self.max_tokens, block_tokens) + (self.max_tokens > 1)
