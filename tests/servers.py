@@ -174,6 +174,13 @@ class Live:
                     events.append(line)
         return events
 
+    def pages(self, state: str) -> float:
+        """Pages of the device that are free, used or cached."""
+        found = re.search(
+            rf'packhorse_pages{{state="{state}",tier="device"}} (\S+)', self.get("/metrics").text
+        )
+        return float(found[1])  # type: ignore[index]
+
     def records(self) -> list[dict[str, Any]]:
         """The request log so far (scripted servers)."""
         return [json.loads(line) for line in self.log.getvalue().splitlines() if line.startswith("{")]

@@ -43,6 +43,10 @@ def test_langchain(live):
         {"title": "place", "description": "A place.", **PARAMETERS}, method="json_schema"
     )
     assert structured.invoke('[[{"city": "Chur"}]]') == {"city": "Chur"}
+    by_call = model.with_structured_output(
+        {"title": "weather", "description": "A place.", **PARAMETERS}, method="function_calling"
+    )
+    assert by_call.invoke(f"[[{CALL}]]") == {"city": "Chur"}
     assert len(model.batch([f"[[{i}]]" for i in range(6)])) == 6
 
 

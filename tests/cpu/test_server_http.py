@@ -123,7 +123,6 @@ FIELDS = [
     ({"functions": []}, "functions"),
     ({"mirostat": 2}, "mirostat"),
     ({"guided_json": {}}, "guided_json"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
 ]
 
 
@@ -139,6 +138,9 @@ def test_ignored_fields_are_listed(live):
     assert answer.status_code == 200
     assert answer.headers["x-packhorse-ignored"] == "frobnicate, metadata, mirostat, user"
     assert "x-packhorse-ignored" not in live.post("/v1/chat/completions", body()).headers
+    for name, told in ((" ", "?"), ("", "?"), ("a b\r\n", "a?b??"), ("\u00e9\x7f", "??")):
+        answer = live.post("/v1/tokenize", {"prompt": "mule", name: None})
+        assert (answer.status_code, answer.headers["x-packhorse-ignored"]) == (200, told)
 
 
 def test_ways_that_lead_nowhere(live):
@@ -234,6 +236,23 @@ def test_a_client_that_goes_leaves_nothing_behind(live, stage, stream):
     live.wait_idle()
     opened = live.service.worker._engine.store.stats.opened - before
     assert opened == (0 if cut else 2 if stage == "queued" else 1)
+
+
+def test_while_a_prompt_is_prepared(live, monkeypatch):
+    """Its status stays open however long that takes, and a client that goes meanwhile asks for nothing."""
+    go, prepare = threading.Event(), live.service.preparer.chat
+    monkeypatch.setattr(live.service.preparer, "chat", lambda *args: go.wait(10) and prepare(*args))
+    opened = live.service.worker._engine.store.stats.opened
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(live.chat, "x" * 5000)
+        left = raw_request(live, body())
+        time.sleep(0.5)
+        left.close()
+        live.wait(lambda: live.records()[-1].get("disconnected"))
+        go.set()
+        assert long.result().status_code == 400, "signs of life are due every 0.2 s"
+    live.wait_idle()
+    assert live.service.worker._engine.store.stats.opened == opened
 
 
 def test_reading_on_after_the_client_has_gone(live):
@@ -341,10 +360,11 @@ def test_a_step_that_fails_ends_the_request_at_fault_alone(live, monkeypatch):
             text = servers.TOKENIZER.decode(list(work.sequence.request.token_ids))
             if "doomed" in text and len(work.sequence.generated) == 3:
                 together.append(len(step.spans))
+                live.runner.pace = 0.0
                 raise RuntimeError("CUDA error: out of memory")
 
     live.runner.fail = fail
-    answer = "fine. " * 4
+    answer = "fine. " * 25
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(live.stream, "/v1/chat/completions", {**body(messages=[user(f"[[{answer}]]")])})
         live.wait(lambda: snapshot(live).running == 1)
@@ -358,7 +378,6 @@ def test_a_step_that_fails_ends_the_request_at_fault_alone(live, monkeypatch):
     assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events[:-1]) == answer
     assert waiting.result().json()["choices"][0]["message"]["content"] == "so is this"
     assert together == [2, 1], "the step of both failed, then that of the one alone"
-    live.runner.pace = 0.0
     assert [live.chat("doomed", max_tokens=9).status_code for _ in range(4)] == [500] * 4
     assert live.chat("[[well]]").json()["choices"][0]["message"]["content"] == "well"
     health = live.get("/health")

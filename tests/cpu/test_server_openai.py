@@ -183,6 +183,14 @@ def test_tool_calls(client, stream):
     assert (text.strip(), finish) == ("I look.", "tool_calls")
 
 
+@pytest.mark.parametrize(("parallel", "cities"), [(True, ["Chur", "Chur"]), (False, ["Chur"])])
+def test_one_call_where_no_more_are_wanted(client, parallel, cities):
+    prompt = f"[[{XML_CALL}\n{XML_CALL}]]"
+    choice = ask(client, prompt, tools=TOOLS, parallel_tool_calls=parallel).choices[0]
+    assert [json.loads(c.function.arguments)["city"] for c in choice.message.tool_calls] == cities
+    assert choice.finish_reason == "tool_calls"
+
+
 def test_a_conversation_with_tools(client):
     call = ask(client, f"[[{XML_CALL}]]", tools=TOOLS).choices[0].message
     messages = [

@@ -7,6 +7,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -39,7 +40,8 @@ class Soak:
     def __init__(self, live: servers.Live, minutes: float, words: int, max_tokens: int) -> None:
         self.live = live
         self.model = live.get("/v1/models").json()["data"][0]["id"]
-        self.until = time.monotonic() + 60 * minutes
+        self.minutes = minutes
+        self.until = math.inf
         self.words = words
         self.max_tokens = max_tokens
         self.counts: Counter[str] = Counter()
@@ -47,8 +49,26 @@ class Soak:
         self.memory: list[tuple[float, int, int]] = []
         self._lock = threading.Lock()
 
+    def fill(self) -> None:
+        """Take what is only taken once: the system gives memory as it is first written, and each number of rows
+        that a product meets is compiled."""
+        draw = random.Random(0)
+
+        def ask(length: int) -> None:
+            body = {"model": self.model, "prompt": draw.choices(range(10, 200), k=length), "max_tokens": 1}
+            answer = httpx.post(self.live.url + "/v1/completions", json=body, timeout=600)
+            assert answer.status_code == 200, answer.text
+
+        for length in range(1, 1072, 16):
+            ask(length)
+        free = math.inf
+        while self.live.pages("free") < free:
+            free = self.live.pages("free")
+            ask(1900)
+
     def run(self) -> None:
         began = time.monotonic()
+        self.until = began + 60 * self.minutes
         threads = [threading.Thread(target=self._client, args=(i,)) for i in range(6)]
         for thread in threads:
             thread.start()
@@ -164,16 +184,14 @@ def soak(minutes: float, model: str | None, words: int, max_tokens: int) -> dict
     options = ["--context", "2048", "--queue", "64"]
     with servers.process(*options, path=model) as live:
         load = Soak(live, minutes, words, max_tokens)
+        load.fill()
         load.run()
         report = load.report()
         deadline = time.monotonic() + 60
         while "packhorse_requests_running 0.0" not in live.get("/metrics").text:
             assert time.monotonic() < deadline, "requests still run after all clients have gone"
             time.sleep(0.2)
-        metrics = live.get("/metrics").text
-        report["pages_used_at_end"] = float(
-            metrics.split('packhorse_pages{state="used",tier="device"} ')[1].split()[0]
-        )
+        report["pages_used_at_end"] = live.pages("used")
         report["health"] = live.get("/health").json()
         report["tracebacks"] = os.pread(live.log.fileno(), 1 << 28, 0).count(b"Traceback")
         print(json.dumps(report, indent=1), flush=True)

@@ -133,27 +133,13 @@ def _with_bodies(document: dict[str, Any], service: Service) -> dict[str, Any]:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    def respond(request: Request, problem: ApiError) -> Response:
+    async def respond(request: Request, error: Exception) -> Response:
+        problem = to_api_error(error)
         request.state.call.code = problem.code
         return problem.response(request.state.call.id)
 
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return respond(request, error)
-
-    @app.exception_handler(PackhorseError)
-    async def packhorse_error(request: Request, error: PackhorseError) -> Response:
-        return respond(request, to_api_error(error))
-
-    @app.exception_handler(Exception)
-    async def fault(request: Request, error: Exception) -> Response:
-        return respond(request, to_api_error(error))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        problem = ApiError(error.status_code, code, str(error.detail), headers=dict(error.headers or {}))
-        return respond(request, problem)
+    for kind in (ApiError, PackhorseError, HTTPException, Exception):
+        app.add_exception_handler(kind, respond)
 
 
 def _add_cors(app: FastAPI, config: ServerConfig) -> None:

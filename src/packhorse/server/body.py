@@ -77,7 +77,13 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise _not_json("it is not an object")
     if "\\u" in text:
-        _check_surrogates(document)
+        try:
+            # No text encoding can carry half a surrogate pair.
+            json.dumps(document, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise _not_json("a string holds half a surrogate pair (\\ud800 to \\udfff)") from error
+        except RecursionError as error:
+            raise _not_json("it is nested too deep") from error
     return document
 
 
@@ -94,23 +100,6 @@ def _constant(name: str) -> None:
     raise _not_json(f"{name} is not JSON")
 
 
-def _check_surrogates(document: object) -> None:
-    """Raises ApiError where a string holds half a surrogate pair, which no text encoding can carry."""
-    left: list[object] = [document]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            try:
-                value.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise _not_json("a string holds half a surrogate pair (\\ud800 to \\udfff)") from error
-        elif isinstance(value, dict):
-            left += value.keys()
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-
-
 def _not_json(why: str) -> ApiError:
     return ApiError(400, "invalid_json", f"The body is not a JSON object: {why}.")
 
@@ -120,6 +109,6 @@ def _too_large(limit: int) -> ApiError:
         413,
         "body_too_large",
         f"The body is larger than {format_bytes(limit)}. The server's body_limit sets this.",
-        limit_bytes=limit,
+        facts={"limit_bytes": limit},
         headers={"connection": "close"},
     )

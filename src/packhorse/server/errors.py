@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from packhorse.core.errors import (
     CancelledRequestError,
-    InvalidRequestError,
     PackhorseError,
     PromptTooLongError,
     TokenizerError,
@@ -30,26 +31,17 @@ TYPES = {
 }
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer that is an error. param: the field at fault. facts: further keys of the error object."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
-        **facts: Any,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.param = param
-        self.headers = headers or {}
-        self.facts = facts
+    status: int
+    code: str
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def body(self, request_id: str) -> dict[str, Any]:
         """The JSON document."""
@@ -79,14 +71,21 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     message = str(error)
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        return ApiError(error.status_code, code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, PromptTooLongError):
-        counts: dict[str, Any] = {"asked": error.asked, "available": error.available, "unit": error.unit}
-        return ApiError(400, "context_length_exceeded", message, param="messages", **counts)
+        # Clients look for the first words: they shorten the prompt and try again.
+        message = f"This model's maximum context length is {error.available} tokens. {message}"
+        if "left out" not in message:
+            message += ' Or send truncation: "auto" to leave out old turns.'
+        counts = {"asked": error.asked, "available": error.available, "unit": error.unit}
+        return ApiError(400, "context_length_exceeded", message, param="messages", facts=counts)
     if isinstance(error, StoppedError | CancelledRequestError):
         return ApiError(503, error.kind, message, headers={"retry-after": "5"})
     if isinstance(error, UsageError):
-        field = error.facts.get("field")
-        return ApiError(400, error.kind, message, param=field if isinstance(field, str) else None)
+        name = error.facts.get("field")
+        return ApiError(400, error.kind, message, param=name if isinstance(name, str) else None)
     if isinstance(error, TokenizerError):
         # The template was stopped over these messages: the caller's text, or the template, is at fault.
         return ApiError(400, error.kind, message, param="messages")
@@ -94,6 +93,3 @@ def to_api_error(error: BaseException) -> ApiError:
         status = 400 if error.exit_code == 3 else 500
         return ApiError(status, error.kind, message)
     return ApiError(500, "internal_error", "A fault of the server; its log has more under this request's id.")
-
-
-__all__ = ["ApiError", "InvalidRequestError", "bad_field", "to_api_error"]

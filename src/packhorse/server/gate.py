@@ -26,7 +26,7 @@ WORK_PATHS = {"/v1/chat/completions", "/v1/completions"}
 
 @dataclass(eq=False)
 class Call:
-    """One HTTP call, as the log will tell it. first_token_at: of the monotonic clock."""
+    """One HTTP call, as the log will tell it. first_token_at: of the monotonic clock. more: further entries."""
 
     id: str
     method: str
@@ -35,15 +35,10 @@ class Call:
     key: Key | None = None
     status: int | None = None
     code: str | None = None
-    model: str | None = None
-    stream: bool | None = None
     usage: Usage | None = None
-    kv_bytes: int | None = None
-    finish: list[str | None] | None = None
     first_token_at: float | None = None
     gone: bool = False
-    ignored: list[str] = field(default_factory=list)
-    contents: dict[str, Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The line of the log: lengths, times and bytes; contents only where the server was told to."""
@@ -58,18 +53,13 @@ class Call:
             "path": self.path[:200],
             "status": self.status,
             "code": self.code,
-            "model": self.model,
-            "stream": self.stream,
             "prompt_tokens": usage.prompt_len if usage else None,
             "cached_tokens": usage.cached_len if usage else None,
             "generated_tokens": usage.generated_len if usage else None,
-            "device_kv_bytes": self.kv_bytes,
-            "finish": self.finish,
             "first_token_s": first,
             "total_s": round(now - self.started, 4),
             "disconnected": self.gone or None,
-            "ignored": self.ignored or None,
-            "contents": self.contents,
+            **self.more,
         }
         return {name: value for name, value in entries.items() if value is not None}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse.core.errors import InvalidRequestError, PromptTooLongError, UsageError
 from packhorse.core.types import Request, SamplingParams
+from packhorse.server.config import ModelConfig
 from packhorse.server.errors import ApiError, bad_field
 from packhorse.server.guide import Grammars, Guide, call_grammar, json_grammar
 from packhorse.server.schema import ChatRequest, CompletionRequest, Message, TokenizeRequest
@@ -28,16 +29,6 @@ SYSTEM_ROLES = ("system", "developer")
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "reasoning", "name", "tool_call_id")
 FIXED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "reasoning_effort"}
 NO_TEMPLATE = "This model has no chat template: use /v1/completions, or serve it with --chat-template FILE."
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What a request that does not say gets. sampling: fields of SamplingParams. max_tokens: as far as the
-    window goes. options: variables of the chat template."""
-
-    max_tokens: int = 4096
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Prepared:
 class Preparer:
     """Prepares the requests of one session. Thread-safe; to be called outside the event loop."""
 
-    def __init__(self, session: Session, defaults: Defaults) -> None:
+    def __init__(self, session: Session, defaults: ModelConfig) -> None:
         facts = session.facts
         self.session = session
         self.defaults = defaults
@@ -86,10 +77,10 @@ class Preparer:
             raise bad_field("messages", error.reason, error.hint) from error
         report: dict[str, Any] = {"folded_messages": folded} if folded else {}
         if asked.truncation == "auto" and len(ids) + (wanted or 1) > self.window:
-            kept, ids, marks = self._shorten(template, plain, options, self.window - (wanted or 1), len(ids))
-            report["truncation"] = kept
+            report["truncation"], ids, marks = self._shorten(template, plain, options, wanted or 1, len(ids))
         inside = opens_thought(self.tokenizer.decode(ids[-16:], skip_special=False))
-        params = self._sampling(asked, len(ids), wanted, asked.top_logprobs if asked.logprobs else None)
+        ends = (tool_text.CLOSE,) if tools and asked.parallel_tool_calls is False else ()
+        params = self._sampling(asked, len(ids), wanted, asked.top_logprobs if asked.logprobs else None, ends)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
         guide = self._guide_maker(asked, template, tools, inside)
@@ -151,14 +142,6 @@ class Preparer:
     def _options(self, asked: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
         """Variables of the template; each that was asked for is one that the template reads."""
         options = dict(self.defaults.options)
-        for name, value in (asked.chat_template_kwargs or {}).items():
-            if name in FIXED_VARIABLES or name not in template.source:
-                raise bad_field(
-                    f"chat_template_kwargs.{name}",
-                    f"The chat template does not read {name}.",
-                    "Leave it out.",
-                )
-            options[name] = value
         effort = asked.reasoning_effort
         think = asked.enable_thinking if effort != "none" else False
         if think is not None:
@@ -168,20 +151,22 @@ class Preparer:
                 does = "does not think" if think else "always thinks"
                 name = "reasoning_effort" if effort == "none" else "enable_thinking"
                 raise bad_field(name, f"This model {does}, and has no switch for it.") from error
-        if effort is not None and effort != "none":
-            if "reasoning_effort" not in template.source:
+        given = {
+            f"chat_template_kwargs.{name}": value
+            for name, value in (asked.chat_template_kwargs or {}).items()
+        }
+        given |= {"reasoning_effort": effort if effort != "none" else None}
+        given |= {"preserve_thinking": asked.preserve_thinking}
+        for field_name, value in given.items():
+            name = field_name.removeprefix("chat_template_kwargs.")
+            fixed = name != field_name and name in FIXED_VARIABLES
+            if name == field_name and value is None:
+                continue
+            if fixed or name not in template.source:
                 raise bad_field(
-                    "reasoning_effort",
-                    "The model's chat template does not read reasoning_effort.",
-                    "Use enable_thinking or thinking_budget, or leave it out.",
+                    field_name, f"The model's chat template does not read {name}.", "Leave it out."
                 )
-            options["reasoning_effort"] = effort
-        if asked.preserve_thinking is not None:
-            if "preserve_thinking" not in template.source:
-                raise bad_field(
-                    "preserve_thinking", "The model's chat template does not read preserve_thinking."
-                )
-            options["preserve_thinking"] = asked.preserve_thinking
+            options[name] = value
         return options
 
     def _tools(self, asked: ChatRequest) -> list[dict[str, Any]]:
@@ -201,11 +186,12 @@ class Preparer:
         prompt_len: int,
         max_tokens: int | None,
         logprobs: int | None,
+        ends: tuple[str, ...] = (),
     ) -> SamplingParams:
+        """ends: stop strings beside those of the request."""
         if max_tokens is None:
             # At least 1, so that a prompt without room is refused by the engine, with both numbers.
             max_tokens = max(1, min(self.defaults.max_tokens, self.window - prompt_len))
-        self._check_length(prompt_len, max_tokens)
         given = {
             name: value
             for name in (
@@ -218,60 +204,47 @@ class Preparer:
             given["top_k"] = 0
         stop = asked.stop
         fields = {"temperature": 1.0, **self.defaults.sampling, **given}
-        fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        fields["stop"] = ((stop,) if isinstance(stop, str) else tuple(stop or ())) + ends
         fields["stop_ids"] = tuple(asked.stop_token_ids or ())
         fields["logit_bias"] = _biases(asked.logit_bias or {})
         if isinstance(asked, ChatRequest) and asked.logprobs and logprobs is None:
             logprobs = 0
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
 
-    def _check_length(self, prompt_len: int, max_tokens: int) -> None:
-        """Raises PromptTooLongError, as the engine would, but before the request takes a place."""
-        if prompt_len + max_tokens <= self.window:
-            return
-        raise PromptTooLongError(
-            # Clients look for the first words: they shorten the prompt and try again.
-            f"This model's maximum context length is {self.window} tokens: the prompt has {prompt_len:,} and "
-            f"max_tokens is {max_tokens:,}.",
-            asked=prompt_len + max_tokens,
-            available=self.window,
-            unit="tokens",
-            hint='Shorten the prompt, lower max_tokens, or send truncation: "auto" to leave out old turns.',
-        )
-
     def _shorten(
         self,
         template: ChatTemplate,
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
-        room: int,
+        wanted: int,
         before: int,
     ) -> tuple[dict[str, Any], list[int], tuple[int, ...]]:
-        """Leave out the oldest turns until `room` tokens hold the rest: a report, token ids and marks.
+        """Leave out the oldest turns until the rest and `wanted` tokens fit: a report, token ids and marks.
 
         System messages and everything from the last user message on stay. Raises PromptTooLongError where
         those alone are too long.
         """
         turns = turns_of(messages)
-        low, high = 1, len(turns) - 1
+        low, high, shortest = 1, len(turns) - 1, before
         best: tuple[int, list[int], tuple[int, ...]] | None = None
         while low <= high:
             drop = (low + high) // 2
             left_out = {index for turn in turns[:drop] for index in turn}
             rest = [m for index, m in enumerate(messages) if index not in left_out]
             ids, marks = self._encode(template, fold(template, rest, options)[0], options)
-            if len(ids) <= room:
+            shortest = min(shortest, len(ids))
+            if len(ids) + wanted <= self.window:
                 best, high = (drop, ids, marks), drop - 1
             else:
                 low = drop + 1
         if best is None:
             raise PromptTooLongError(
-                f"The prompt has {before:,} tokens, the window leaves {room:,}, and system messages with the "
-                "last user turn alone are longer.",
-                asked=before,
-                available=room,
+                f"System messages and the last user turn, which are never left out, have {shortest:,} of the "
+                f"prompt's {before:,} tokens, and max_tokens is {wanted:,}.",
+                asked=shortest + wanted,
+                available=self.window,
                 unit="tokens",
-                hint="Shorten them: they are never left out.",
+                hint="Shorten them.",
             )
         drop, ids, marks = best
         indices = sorted(index for turn in turns[:drop] for index in turn)

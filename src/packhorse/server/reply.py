@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from packhorse.core.errors import PackhorseError
@@ -30,7 +31,8 @@ class Delta:
 
 @dataclass
 class _Choice:
-    """One answer while it comes."""
+    """One answer while it comes. scores: of its tokens, those of an echoed prompt before them; its first token
+    has none. text_len: characters that the scores of completions stand for."""
 
     index: int
     group: int
@@ -39,7 +41,7 @@ class _Choice:
     text: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)
+    scores: list[TokenLogprob | None] = field(default_factory=list)
     text_len: int = 0
     begun: bool = False
     finish: str | None = None
@@ -125,7 +127,6 @@ class Reply:
             raise event.error or PackhorseError("The request ended without an answer.")
         if event.token_ids and self.first_token_at is None:
             self.first_token_at = time.monotonic()
-        choice.scores += event.logprobs
         deltas: list[Delta] = []
         if event.token_ids or event.finish is not None:
             make = self._chat_deltas if self.prepared.is_chat else self._text_deltas
@@ -151,6 +152,7 @@ class Reply:
                 bodies += self._parts(choice, choice.calls.feed(answer))
         if event.finish is not None and choice.calls is not None:
             bodies += self._parts(choice, choice.calls.finish())
+        choice.scores += event.logprobs
         logprobs = self._chat_logprobs(event.logprobs)
         if not choice.begun:
             choice.begun = True
@@ -177,10 +179,10 @@ class Reply:
             choice.tool_calls.append(call)
         return bodies
 
-    def _chat_logprobs(self, scores: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _chat_logprobs(self, scores: Sequence[TokenLogprob | None]) -> dict[str, Any] | None:
         if not self._want_logprobs or not scores:
             return None
-        return {"content": [self._chat_score(score) for score in scores], "refusal": None}
+        return {"content": [self._chat_score(score) for score in scores if score], "refusal": None}
 
     def _chat_score(self, score: TokenLogprob) -> dict[str, Any]:
         top = [self._token(token_id, logprob) for token_id, logprob in score.top]
@@ -191,39 +193,38 @@ class Reply:
         return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
 
     def _text_deltas(self, choice: _Choice, event: Event) -> Iterator[Delta]:
-        prompt = self.prepared.texts[choice.group] if self._echo and not choice.begun else ""
-        scores: list[tuple[int, TokenLogprob | None]] = []
-        if self._echo and not choice.begun and self._want_logprobs:
-            first = self.prepared.groups[choice.group][0].token_ids[0]
-            scores += [(first, None), *((s.token_id, s) for s in self._prompt_scores[choice.group])]
+        text, scores = "", list[TokenLogprob | None]()
+        if self._echo and not choice.begun:
+            text = self.prepared.texts[choice.group]
+            if self._want_logprobs:
+                scores = [None, *self._prompt_scores[choice.group]]
         choice.begun = True
-        text = prompt
         if not self._silent:
             text += event.text
-            scores += [(s.token_id, s) for s in event.logprobs]
+            scores += event.logprobs
         choice.text += text
-        logprobs = self._text_logprobs(choice, scores) if scores else None
-        if text or logprobs is not None:
+        if text or scores:
+            logprobs = self._text_logprobs(choice, scores, choice.text_len)
+            choice.scores += scores
+            choice.text_len += sum(map(len, logprobs["tokens"])) if logprobs else 0
             yield Delta(choice.index, {"text": text}, logprobs)
 
     def _text_logprobs(
-        self, choice: _Choice, scores: Sequence[tuple[int, TokenLogprob | None]]
-    ) -> dict[str, Any]:
-        body: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
+        self, choice: _Choice, scores: Sequence[TokenLogprob | None], offset: int
+    ) -> dict[str, Any] | None:
+        if not scores:
+            return None
+        first = self.prepared.groups[choice.group][0].token_ids[0]
+        piece = self._tokenizer.id_to_piece
+        tokens = [piece(first if score is None else score.token_id) for score in scores]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if score is None else score.logprob for score in scores],
+            "top_logprobs": [
+                {piece(i): p for i, p in score.top} or None if score else None for score in scores
+            ],
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
-        for token_id, score in scores:
-            piece = self._tokenizer.id_to_piece(token_id)
-            body["tokens"].append(piece)
-            body["token_logprobs"].append(None if score is None else score.logprob)
-            top = {} if score is None else {self._tokenizer.id_to_piece(i): p for i, p in score.top}
-            body["top_logprobs"].append(top or None)
-            body["text_offset"].append(choice.text_len)
-            choice.text_len += len(piece)
-        return body
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """A delta as a chunk of a stream."""
@@ -257,12 +258,10 @@ class Reply:
             chunks.append({**self._head(stream=True), "choices": [], "usage": self.usage})
         return chunks
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The answer in one piece. deltas: all that `feed` returned."""
-        choices = [
-            self._whole_chat(choice) if self.prepared.is_chat else self._whole_text(choice, deltas)
-            for choice in self._choices.values()
-        ]
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        make = self._whole_chat if self.prepared.is_chat else self._whole_text
+        choices = [make(choice) for choice in self._choices.values()]
         body = {**self._head(stream=False), "choices": choices, "usage": self.usage}
         if self.prepared.report:
             body["packhorse"] = self.prepared.report
@@ -282,17 +281,11 @@ class Reply:
             "finish_reason": choice.finish,
         }
 
-    def _whole_text(self, choice: _Choice, deltas: Sequence[Delta]) -> dict[str, Any]:
-        logprobs: dict[str, list[Any]] | None = None
-        for delta in deltas:
-            if delta.index == choice.index and delta.logprobs is not None:
-                logprobs = logprobs or {name: [] for name in delta.logprobs}
-                for name, values in delta.logprobs.items():
-                    logprobs[name] += values
+    def _whole_text(self, choice: _Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": choice.text,
-            "logprobs": logprobs,
+            "logprobs": self._text_logprobs(choice, choice.scores, 0),
             "finish_reason": choice.finish,
         }
 

@@ -19,7 +19,7 @@ MAX_CHOICES = 128
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "functions": (),
-    "function_call": (), "best_of": (1,), "suffix": ("",), "parallel_tool_calls": (True,), "verbosity": (),
+    "function_call": (), "best_of": (1,), "suffix": ("",), "verbosity": (),
     "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,), "min_tokens": (0,),
     "bad_words": ([],), "logits_processors": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (), "grammar": (), "json_schema": (), "typical_p": (1, 1.0),
@@ -146,6 +146,7 @@ class ChatRequest(_Sampling):
     top_logprobs: Logprobs | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_CHOICES)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     enable_thinking: bool | None = None

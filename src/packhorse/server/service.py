@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 from starlette.requests import Request
 from starlette.responses import Response
 
-from packhorse.core.types import Event
 from packhorse.core.units import ceil_div
 from packhorse.server.body import read_json
 from packhorse.server.config import SAMPLING, ModelConfig, ServerConfig
@@ -22,14 +21,17 @@ from packhorse.server.errors import ApiError
 from packhorse.server.gate import Call
 from packhorse.server.keys import Keyring
 from packhorse.server.metrics import Metrics, accounts, page_bytes
-from packhorse.server.prompt import Defaults, Prepared, Preparer
-from packhorse.server.reply import Delta, Reply
+from packhorse.server.prompt import Prepared, Preparer
+from packhorse.server.reply import Reply
 from packhorse.server.schema import ChatRequest, CompletionRequest, TokenizeRequest, validate
 from packhorse.server.stream import LongResponse, sse_frame
 from packhorse.server.worker import Job, Status, Worker
 
 if TYPE_CHECKING:
     from packhorse.engine.session import Session
+
+T = TypeVar("T")
+Prepare = Callable[[Any, str], Prepared]
 
 PREPARING = 2
 """Prompts rendered and tokenized at once; a long one takes seconds."""
@@ -79,8 +81,7 @@ class Service:
             if generation.get("do_sample") is False:
                 own = {"temperature": 0.0}
             sampling = {**own, **self.model_config.sampling}
-            defaults = Defaults(self.model_config.max_tokens, sampling, self.model_config.options)
-            self._preparer = Preparer(session, defaults)
+            self._preparer = Preparer(session, replace(self.model_config, sampling=sampling))
         return self._preparer
 
     def describe(self) -> dict[str, Any]:
@@ -120,23 +121,20 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked, call, headers = await self._read(request, ChatRequest)
-        prepared = await self._prepare(self.preparer.chat, asked, call)
-        reply = self._reply(prepared, call, want_logprobs=bool(asked.logprobs))
-        return await self._answer(asked, prepared, reply, call, headers)
+        asked, call = await self._read(request, ChatRequest)
+        return self._answer(asked, call, self.preparer.chat, want_logprobs=bool(asked.logprobs))
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
-        asked, call, headers = await self._read(request, CompletionRequest)
-        prepared = await self._prepare(self.preparer.completion, asked, call)
-        reply = self._reply(
-            prepared,
+        asked, call = await self._read(request, CompletionRequest)
+        return self._answer(
+            asked,
             call,
+            self.preparer.completion,
             want_logprobs=asked.logprobs is not None,
             echo=bool(asked.echo),
             silent=asked.max_tokens == 0,
         )
-        return await self._answer(asked, prepared, reply, call, headers)
 
     async def tokenize(self, request: Request) -> tuple[list[int], dict[str, str]]:
         """POST /v1/tokenize: token ids, and headers."""
@@ -144,24 +142,24 @@ class Service:
         asked, ignored = validate(TokenizeRequest, document)
         if asked.model is not None:
             self.check_model(asked.model)
-        preparer = self.preparer
-        loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._threads, preparer.tokenize, asked)
-        return ids, _ignored_header(ignored)
+        return await self.prepare(self.preparer.tokenize, asked), _ignored_header(ignored)
 
-    async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, Call, dict[str, str]]:
-        """The request, its call, and the headers of its answer."""
+    async def prepare(self, prepare: Callable[..., T], *args: Any) -> T:
+        """Call it in a thread: a long prompt takes seconds to render and to encode."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, prepare, *args)
+
+    async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, Call]:
         call: Call = request.state.call
         document = await read_json(request, self.config.body_limit, self.config.body_timeout)
-        asked, call.ignored = validate(kind, document)
-        call.model, call.stream = asked.model[:200], bool(asked.stream)
+        asked, ignored = validate(kind, document)
+        call.more = {"model": asked.model[:200], "stream": bool(asked.stream), "ignored": ignored or None}
         if self.config.log_contents:
-            call.contents = {"request": document}
+            call.more["contents"] = {"request": document}
         self.check_model(asked.model)
-        self._check_room(asked.n or 1)
-        return asked, call, _ignored_header(call.ignored)
+        self.check_room(asked.n or 1)
+        return asked, call
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
         """Raises ApiError where `count` more requests have no place."""
         capacity = self.session.engine.scheduler.sequences + self.config.queue
         if count > capacity:
@@ -177,98 +175,86 @@ class Service:
                 headers={"retry-after": str(wait)},
             )
 
-    async def _prepare(self, prepare: Any, asked: Any, call: Call) -> Prepared:
-        loop = asyncio.get_running_loop()
-        prepared: Prepared = await loop.run_in_executor(self._threads, prepare, asked, call.id)
-        tenant = "" if call.key is None or self.config.shared_store else call.key.digest.hex()
-        store = asked.store is not False
-        groups = [[replace(r, tenant=tenant, store=store) for r in group] for group in prepared.groups]
-        prepared = replace(prepared, groups=groups)
-        self._check_room(sum(len(group) for group in prepared.groups))
-        return prepared
-
-    def _reply(self, prepared: Prepared, call: Call, **options: Any) -> Reply:
-        return Reply(prepared, self.session.tokenizer, request_id=call.id, model=self.name, **options)
-
-    async def _answer(
-        self,
-        asked: ChatRequest | CompletionRequest,
-        prepared: Prepared,
-        reply: Reply,
-        call: Call,
-        headers: dict[str, str],
+    def _answer(
+        self, asked: ChatRequest | CompletionRequest, call: Call, prepare: Prepare, **options: bool
     ) -> Response:
-        job = Job(prepared.groups, read_on=asked.on_disconnect == "read_on")
-        began = time.monotonic()
-        await self.worker.submit(job)
-        store = self.session.engine.store
-
-        def close(gone: bool, error: ApiError | None) -> None:
-            self.worker.leave(job)
-            call.code = error.code if error is not None else None
-            call.gone, call.usage, call.finish = gone, reply.counts, reply.finishes
-            call.first_token_at = reply.first_token_at
-            tokens = reply.counts.prompt_len + reply.counts.generated_len
-            call.kv_bytes = ceil_div(tokens, store.page_len) * page_bytes(store)
-
-        if asked.stream:
-            options = asked.stream_options
-            frames = _stream(
-                reply,
-                job,
-                call,
-                began,
-                usage=bool(options and options.include_usage),
-                progress=bool(asked.return_progress),
-            )
-        else:
-            frames = _whole(reply, job, call)
+        answer = _Answer(self, asked, call)
         return LongResponse(
-            frames,
+            answer.frames(prepare, options),
             request_id=call.id,
             sse=bool(asked.stream),
             keep_alive=self.config.keep_alive,
             stall=self.config.stall,
-            on_close=close,
-            headers=headers,
+            on_close=answer.close,
+            headers=_ignored_header(call.more["ignored"] or []),
         )
 
 
-async def _events(reply: Reply, job: Job) -> AsyncIterator[tuple[Event, list[Delta]]]:
-    while not reply.done:
-        event = await job.events.get()
-        yield event, reply.feed(event)
+class _Answer:
+    """One call from its fields to the last frame of its answer."""
 
+    def __init__(self, service: Service, asked: ChatRequest | CompletionRequest, call: Call) -> None:
+        self.service = service
+        self.asked = asked
+        self.call = call
+        self.job: Job | None = None
+        self.reply: Reply | None = None
 
-async def _stream(
-    reply: Reply, job: Job, call: Call, began: float, *, usage: bool, progress: bool
-) -> AsyncIterator[bytes]:
-    deltas: list[Delta] = []
-    async for event, new in _events(reply, job):
-        if progress and not event.token_ids and event.finish is None:
-            yield sse_frame(reply.progress_chunk(event, time.monotonic() - began))
-        for delta in new:
-            yield sse_frame(reply.chunk(delta))
-        if call.contents is not None:
-            deltas += new
-    _keep_contents(reply, deltas, call)
-    for chunk in reply.last_chunks(usage):
-        yield sse_frame(chunk)
-    yield sse_frame("[DONE]")
+    async def frames(self, prepare: Prepare, options: Mapping[str, bool]) -> AsyncIterator[bytes]:
+        """Raises what preparing, queueing and computing raise. options: those of Reply."""
+        asked, service = self.asked, self.service
+        prepared = await service.prepare(prepare, asked, self.call.id)
+        service.check_room(sum(len(group) for group in prepared.groups))
+        key = self.call.key
+        tenant = "" if key is None or service.config.shared_store else key.digest.hex()
+        store = asked.store is not False
+        groups = [[replace(r, tenant=tenant, store=store) for r in group] for group in prepared.groups]
+        job = Job(groups, read_on=asked.on_disconnect == "read_on")
+        reply = Reply(
+            prepared,
+            service.session.tokenizer,
+            request_id=self.call.id,
+            model=service.name,
+            **options,
+        )
+        began = time.monotonic()
+        await service.worker.submit(job)
+        self.job, self.reply = job, reply
+        yield b""
+        while not reply.done:
+            event = await job.events.get()
+            deltas = reply.feed(event)
+            if not asked.stream:
+                continue
+            if asked.return_progress and not event.token_ids and event.finish is None:
+                yield sse_frame(reply.progress_chunk(event, time.monotonic() - began))
+            for delta in deltas:
+                yield sse_frame(reply.chunk(delta))
+        whole = reply.whole()
+        if "contents" in self.call.more:
+            self.call.more["contents"]["answer"] = whole["choices"]
+        if not asked.stream:
+            yield json.dumps(whole, ensure_ascii=False).encode()
+            return
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        for chunk in reply.last_chunks(bool(usage)):
+            yield sse_frame(chunk)
+        yield sse_frame("[DONE]")
 
-
-async def _whole(reply: Reply, job: Job, call: Call) -> AsyncIterator[bytes]:
-    deltas = [delta async for _, new in _events(reply, job) for delta in new]
-    _keep_contents(reply, deltas, call)
-    yield json.dumps(reply.whole(deltas), ensure_ascii=False).encode()
-
-
-def _keep_contents(reply: Reply, deltas: list[Delta], call: Call) -> None:
-    if call.contents is not None:
-        call.contents["answer"] = reply.whole(deltas)["choices"]
+    def close(self, gone: bool, error: ApiError | None) -> None:
+        """The call has ended: see LongResponse.on_close."""
+        call, reply = self.call, self.reply
+        call.code, call.gone = error.code if error is not None else None, gone
+        if self.job is None or reply is None:
+            return  # nothing was accepted
+        self.service.worker.leave(self.job)
+        call.usage, call.first_token_at = reply.counts, reply.first_token_at
+        store = self.service.session.engine.store
+        pages = ceil_div(call.usage.prompt_len + call.usage.generated_len, store.page_len)
+        call.more |= {"finish": reply.finishes, "device_kv_bytes": pages * page_bytes(store)}
 
 
 def _ignored_header(names: list[str]) -> dict[str, str]:
-    """The fields that were ignored, as a header; what no header can carry is left out of a name."""
-    plain = ["".join(c if c.isascii() and c.isprintable() else "?" for c in name)[:64] for name in names[:32]]
+    """The fields that were ignored, as a header: what no header can carry, blanks at its ends too, is a ?."""
+    plain = ["".join(c if "!" <= c <= "~" else "?" for c in name)[:64] or "?" for name in names[:32]]
     return {"x-packhorse-ignored": ", ".join(plain)} if plain else {}

@@ -20,6 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from packhorse.server.errors import ApiError, to_api_error
 
+JSON_HEADERS = {"content-type": "application/json"}
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no",
+}  # fmt: skip
 SSE_FILLER = b": keep-alive\n\n"
 JSON_FILLER = b" "
 """Blanks before a document are JSON."""
@@ -32,7 +36,8 @@ class BrokenAnswerError(Exception):
 class LongResponse(Response):
     """A response made of frames that come late.
 
-    frames: bytes in order; an error it raises becomes an error answer. on_close(gone, error) is called once,
+    frames: bytes in order; the first, which may be empty, says that the call has been accepted: before it
+    nothing is sent. An error that they raise becomes an error answer. on_close(gone, error) is called once,
     at the end: gone where the client left first, error where the frames ended in one.
     """
 
@@ -55,13 +60,8 @@ class LongResponse(Response):
         self.on_close = on_close
         self.status_code = 200
         self.background = None
-        kind = "text/event-stream; charset=utf-8" if sse else "application/json"
-        own = (
-            {"content-type": kind, "cache-control": "no-cache", "x-accel-buffering": "no"}
-            if sse
-            else {"content-type": kind}
-        )
-        self.init_headers({**own, **headers})
+        self.init_headers({**(SSE_HEADERS if sse else JSON_HEADERS), **headers})
+        self._accepted = False
         self._started = False
         self._error: ApiError | None = None
 
@@ -84,8 +84,9 @@ class LongResponse(Response):
             try:
                 while not step.done():
                     both: set[asyncio.Future[Any]] = {step, gone}
+                    patience = self.keep_alive if self._accepted else None
                     waited, _ = await asyncio.wait(
-                        both, timeout=self.keep_alive, return_when=asyncio.FIRST_COMPLETED
+                        both, timeout=patience, return_when=asyncio.FIRST_COMPLETED
                     )
                     if gone in waited:
                         return False
@@ -103,7 +104,8 @@ class LongResponse(Response):
             if frame is None:
                 await self._send(send, b"", more=False)
                 return True
-            if not await self._send(send, frame):
+            self._accepted = True
+            if frame and not await self._send(send, frame):
                 return False
 
     async def _fail(self, scope: Scope, receive: Receive, send: Send, error: Exception) -> None:

@@ -120,6 +120,9 @@ class Worker:
         self._on_end = on_end
         self._health = Health(Status.LOADING, "the model is being loaded")
         self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        # A job that is queued after the last look at the queue would wait for ever.
+        self._closing = threading.Lock()
+        self._closed = False
         self._jobs: dict[str, Job] = {}
         self._started: dict[str, float] = {}
         self._step_began: float | None = None
@@ -167,10 +170,11 @@ class Worker:
         Raises what Engine.add raises, and StoppedError: then nothing was queued. Where this is cancelled the
         job is left.
         """
-        if self._health.status is Status.FAILED or not self._thread.is_alive():
-            raise StoppedError("The engine has stopped.", hint="See /health.")
+        with self._closing:
+            if self._closed:
+                raise StoppedError("The engine has stopped.", hint="See /health.")
+            self._commands.put(("add", job))
         self._num_live += job.num_requests
-        self._commands.put(("add", job))
         try:
             await asyncio.shield(job.accepted)
         except asyncio.CancelledError:
@@ -353,17 +357,16 @@ class Worker:
         events = [(job, _ended(request_id, error)) for request_id, job in self._jobs.items()]
         events += [
             (job, _ended(request.id, error))
-            for job in {id(job): job for job in self._jobs.values()}.values()
+            for job in set(self._jobs.values())
             for others in job.to_come.values()
             for request in others
         ]
         self._jobs.clear()
         self._call(self._receive, events)
-        while True:
-            try:
-                name, job = self._commands.get_nowait()
-            except queue.Empty:
-                return
+        with self._closing:
+            self._closed = True
+        while not self._commands.empty():
+            name, job = self._commands.get()
             if name == "add" and job is not None:
                 self._call(self._refused, job, error)
 
