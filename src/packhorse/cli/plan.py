@@ -39,6 +39,7 @@ Disk = Annotated[str | None, _option("--disk", "SIZE", "Disk for weights and doc
 Kv = Annotated[str | None, _option("--kv", "CODEC", "fp16, bf16, fp8, k5v4 or k4v4.")]
 RecipeName = Annotated[str | None, _option("--recipe", "NAME", "int4, balanced, int8, bf16 ..., or 2.5bit.")]
 Draft = Annotated[int, _option("--draft", "N", "Tokens guessed ahead by the model's own head.")]
+HostKv = Annotated[int, _option("--host-kv", "N", "Tokens of a request whose KV stays in host memory.")]
 Prefer = Annotated[str, _option("--prefer", "speed|context|quality", "Decides what is not given.")]
 Link = Annotated[str | None, _option("--link", "NAME", "Such as pcie3-x4.")]
 Memory = Annotated[str | None, _option("--memory", "NAME", "Such as ddr5-2ch.")]
@@ -50,7 +51,7 @@ Explain = Annotated[bool, _option("--explain", None, "Show the arithmetic.")]
 def command(
     model: Model, profile: Profile = None, context: Context = None, sequences: Sequences = 1, vram: Vram = None,
     ram: Ram = None, disk: Disk = None, kv: Kv = None, recipe: RecipeName = None, draft: Draft = 0,
-    prefer: Prefer = "speed", link: Link = None, memory: Memory = None, drive: Drive = None,
+    host_kv: HostKv = 0, prefer: Prefer = "speed", link: Link = None, memory: Memory = None, drive: Drive = None,
     tariff: Tariff = None, show_arithmetic: Explain = False, json: JsonOption = False, cache: CacheOption = None,
     offline: OfflineOption = False,
 ) -> None:  # fmt: skip
@@ -64,7 +65,7 @@ def command(
     machine = this_machine(folder, parts) if profile is None else read_profile(profile, parts)
     sizes = {"vram": None if vram == "auto" else vram, "ram": ram, "disk": disk}
     caps = {name: None if size is None else parse_bytes(size) for name, size in sizes.items()}
-    wishes = Wishes(context, sequences, kv, recipe, draft=draft, prefer=prefer, **caps)
+    wishes = Wishes(context, sequences, kv, recipe, draft=draft, host_kv=host_kv, prefer=prefer, **caps)
     plan = solve(facts, machine, wishes)
     if json:
         print_json(to_document(plan, model, tariff))

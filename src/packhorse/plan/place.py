@@ -96,13 +96,19 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of a machine. context: tokens of each of `sequences`. draft: tokens guessed ahead a step by
-    the model's own head."""
+    """What is asked of a machine. context: tokens of each of `sequences`; host_kv: how many of them keep their KV in
+    host memory while the others' is on the card. draft: tokens guessed ahead a step by the model's own head."""
 
     context: int
     sequences: int
     kv: str
     draft: int = 0
+    host_kv: int = 0
+
+    @property
+    def device_kv(self) -> int:
+        """Tokens of each sequence whose KV is on the card: the first ones."""
+        return max(0, self.context - self.host_kv)
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,7 @@ def _fixed(footprint: Footprint, machine: Machine, job: Job, index: int) -> _Car
     items["states"] = 2 * job.sequences * account.snapshot_bytes(part, footprint.recipe.dtype)
     items["graphs"] = account.graph_bytes(job.sequences)
     items["attention_splits"] = account.split_bytes(facts, job.sequences * (1 + job.draft))
-    items["kv"] = job.sequences * account.kv_bytes(part, job.kv, job.context, PAGE_LEN, framed=True)
+    items["kv"] = job.sequences * account.kv_bytes(part, job.kv, job.device_kv, PAGE_LEN, framed=True)
     if last:
         items["lm_head"] = footprint.head_bytes
         items["logits_and_sampler"] = account.logits_bytes(facts, job.sequences * (1 + job.draft))
@@ -262,6 +268,8 @@ def _host(footprint: Footprint, machine: Machine, job: Job, wanted: int) -> tupl
     items = {"process": account.PROCESS_BYTES, "pinned_ring": account.PINNED_RING_BYTES}
     if not footprint.facts.tied:
         items["embeddings"] = footprint.classes["embeddings"]
+    host_kv = job.context - job.device_kv
+    items["kv"] = job.sequences * account.kv_bytes(footprint.facts, job.kv, host_kv, PAGE_LEN)
     # The snapshot of a prompt that is being read, and the one it goes on from.
     items["snapshots"] = 2 * job.sequences * footprint.snapshot_bytes
     room = machine.ram_bytes - sum(items.values())

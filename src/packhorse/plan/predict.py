@@ -12,7 +12,7 @@ from packhorse.core import cost
 from packhorse.facts.machine import Machine, calibration
 from packhorse.facts.model import ModelFacts
 from packhorse.plan import account
-from packhorse.plan.place import Footprint, Placement
+from packhorse.plan.place import CHUNK_LEN, Footprint, Placement
 
 LOW, EXPECTED, HIGH = 0, 1, 2
 TAIL_LEN = 64
@@ -82,7 +82,7 @@ def predict(footprint: Footprint, machine: Machine, placement: Placement, band: 
     step = _Step(footprint, placement, speed, band)
     cold = step.prefill_s(job.context) + step.decode_s(job.context, 1)
     tail = step.tail_s(job.context)
-    kept = account.kv_token_bytes(footprint.facts, job.kv) * job.context + footprint.snapshot_bytes
+    kept = account.kv_token_bytes(footprint.facts, job.kv) * job.device_kv + footprint.snapshot_bytes
     from_ram = kept / speed.link + tail
     on_cards = placement.on_device * footprint.unit_bytes
     load = [
@@ -122,13 +122,12 @@ class _Step:
     def decode_s(self, context: int, sequences: int) -> float:
         """One step of `sequences` requests that hold `context` tokens each."""
         job = self._placement.job
-        per_token = account.kv_token_bytes(self.facts, job.kv)
-        states = 2 * sequences * self._footprint.snapshot_bytes
-        fixed = self._dense + states + sequences * context * per_token
+        fixed = self._dense + 2 * sequences * self._footprint.snapshot_bytes
         rows = sequences * (1 + job.draft)
         compute = 2 * rows * self._footprint.active_params / self.speed.flops
         kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
-        return max(fixed / self.speed.device + self._units_s(rows), compute) + kernels
+        read = fixed / self.speed.device + sequences * self._kv_s(context) + self._units_s(rows)
+        return max(read, compute) + kernels
 
     def prefill_s(self, num_tokens: int) -> float:
         """Reading a prompt: products, attention and delta rule, with what is streamed behind them."""
@@ -137,15 +136,25 @@ class _Step:
         streamed = (where.num_units - where.kept) * self._footprint.unit_bytes
         from_disk = max(0, where.num_units - where.kept - where.in_host) * self._footprint.unit_bytes
         once = streamed / self.speed.link + from_disk / self.speed.drive
-        return max(compute, where.num_sweeps * once)
+        # Every sub-chunk reads what lies in host memory of the KV before it: half of it on average.
+        host_kv = num_tokens - min(num_tokens, where.job.device_kv)
+        once_more = host_kv / CHUNK_LEN * self._kv_s(num_tokens, outside=True) / 2
+        return max(compute, where.num_sweeps * once + once_more)
 
     def tail_s(self, context: int) -> float:
         """A follow-up of TAIL_LEN tokens after `context` tokens, to its first token."""
         compute = prefill_flops(self._footprint, context, TAIL_LEN) / self.speed.flops
-        kv = context * account.kv_token_bytes(self.facts, self._placement.job.kv)
-        fixed = (self._dense + kv + 2 * self._footprint.snapshot_bytes) / self.speed.device
+        fixed = (self._dense + 2 * self._footprint.snapshot_bytes) / self.speed.device
         kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
-        return compute + fixed + self._units_s(TAIL_LEN) + kernels
+        return compute + fixed + self._kv_s(context) + self._units_s(TAIL_LEN) + kernels
+
+    def _kv_s(self, context: int, *, outside: bool = False) -> float:
+        """Reading the KV of `context` tokens once, or only the part of it outside the card."""
+        job = self._placement.job
+        inside = min(context, job.device_kv)
+        per_token = account.kv_token_bytes(self.facts, job.kv)
+        seconds = (context - inside) * per_token / self.speed.missing
+        return seconds if outside else seconds + inside * per_token / self.speed.device
 
     def _units_s(self, rows: int) -> float:
         """Reading, once each, the moving units that `rows` tokens touch, wherever they are."""

@@ -46,6 +46,7 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
         "recipe": plan.recipe.name,
         "sequences": job.sequences,
         "draft": job.draft,
+        "host_kv": job.host_kv,
         "fits": plan.fits,
         "executable": plan.executable,
         "not_executable": list(plan.unbuilt),
@@ -238,7 +239,7 @@ def _short(value: float | None) -> str:
 
 def _offer_line(offer: Alternative) -> str:
     change = " ".join(
-        f"--{key} {format_bytes(value).replace(' ', '') if key == 'ram' else value}"
+        f"--{key.replace('_', '-')} {format_bytes(value).replace(' ', '') if key == 'ram' else value}"
         for key, value in offer.change.items()
     ).replace("--model ", "")
     speed, cold = offer.times.decode_tok_s_end, offer.times.cold_first_token_s

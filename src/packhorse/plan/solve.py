@@ -38,6 +38,7 @@ OTHER_MODELS = ("qwen3.6-35b-a3b", "qwen3.5-9b", "qwen3.5-4b")
 @dataclass(frozen=True)
 class Wishes:
     """What a person asks for; None leaves it to the plan. Caps are bytes of the process, hard. vram: of each card.
+    host_kv: tokens of each request whose KV stays in host memory.
 
     Raises UsageError for values that mean nothing.
     """
@@ -50,6 +51,7 @@ class Wishes:
     ram: int | None = None
     disk: int | None = None
     draft: int = 0
+    host_kv: int = 0
     prefer: str = "speed"
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class Wishes:
             ("context", 1),
             ("sequences", 1),
             ("draft", 0),
+            ("host_kv", 0),
             ("vram", 1),
             ("ram", 1),
             ("disk", 0),
@@ -124,7 +127,7 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     capped = with_caps(machine, vram=wishes.vram, ram=wishes.ram, disk=wishes.disk)
     kv, name = _defaults(machine, wishes)
     footprint = Footprint(facts, recipe(name), machine.num_cards)
-    job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft)
+    job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft, wishes.host_kv)
     limit = longest(footprint, capped, job, max(facts.context, job.context))
     comfortable = _comfortable(footprint, capped, job, limit)
     if wishes.context is None and limit:
@@ -192,6 +195,7 @@ def _offers(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[Alternativ
         "a smaller recipe and a lower KV codec": [
             {"recipe": other, "kv": codecs[-1]} for other in smaller if codecs
         ],
+        "a part of the KV in host memory": [{"host_kv": job.context * part // 8} for part in range(1, 8)],
         "all that the card has": [{"vram": "auto"}] if wishes.vram is not None else [],
         "one request at a time": [{"sequences": 1}] if job.sequences > 1 else [],
         "more host memory" if machine.assumed else "more memory in the machine": [
@@ -224,7 +228,9 @@ def _offer(
     vram = None if "vram" in change else wishes.vram
     capped = with_caps(machine, vram=vram, ram=wishes.ram, disk=wishes.disk)
     footprint = Footprint(facts, recipe(change.get("recipe", plan.recipe.name)), machine.num_cards)
-    job = replace(job, **{key: change[key] for key in ("context", "kv", "sequences") if key in change})
+    job = replace(
+        job, **{key: change[key] for key in ("context", "kv", "sequences", "host_kv") if key in change}
+    )
     placement = place(footprint, capped, job)
     if not placement.fits:
         return None
@@ -245,6 +251,8 @@ def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
         found.append(f"the KV codec {job.kv}")
     if placement.kept < placement.num_units:
         found.append(f"{footprint.mover} outside the card")
+    if footprint.num_cards and job.host_kv:
+        found.append("active KV in host memory")
     if job.draft:
         found.append("draft heads")
     if job.context > facts.context:
