@@ -167,14 +167,14 @@ def test_what_is_refused_cannot_fit():
                 assert short
         if machine.card is None and "host" in found.shortfall:
             facts, dtype = footprint.facts, footprint.recipe.dtype
-            least = sum(footprint.classes.values()) + job.sequences * job.context * account.kv_token_bytes(
-                facts, job.kv
-            )
+            tokens = job.sequences * (job.context + 64)
+            least = sum(footprint.classes.values()) + tokens * account.kv_token_bytes(facts, job.kv)
             least += (2 * job.sequences + 16) * account.snapshot_bytes(facts, dtype) + account.PROCESS_BYTES
             least += (
                 account.activation_bytes(facts, 1024 + job.sequences) + 12 * job.sequences * facts.vocab_size
             )
-            assert least + 64 * job.sequences * account.kv_token_bytes(facts, job.kv) > machine.ram_bytes
+            least += account.kv_decode_bytes(facts, account.SEGMENT_LEN) if job.kv != dtype else 0
+            assert least > machine.ram_bytes
         if "disk" in found.shortfall:
             assert sum(footprint.classes.values()) + footprint.draft_bytes > machine.disk_bytes
     assert refused > 300
