@@ -348,6 +348,13 @@ def test_contexts_and_recipes_that_mean_nothing():
     facts, machine = known_model("qwen3-32b"), read_profile("h200")
     with pytest.raises(UsageError, match="163,840"):
         solve(facts, machine, Wishes(context=4 * facts.context + 1))
+    odd = replace(known_model("qwen3.5-0.8b"), head_dim=96)
+    with pytest.raises(UsageError, match="k4v4 rotates"):
+        solve(odd, machine, Wishes(kv="k4v4"))
+    tight = solve(
+        odd, read_profile("rtx-4060-8g"), Wishes(context=1_000_000, kv="fp16", vram=2 * GIB, sequences=4)
+    )
+    assert {offer.change["kv"] for offer in tight.alternatives if "kv" in offer.change} <= {"fp8"}
     for name in ("int3", "9bit", "bit"):
         with pytest.raises(UsageError, match=name):
             solve(facts, machine, Wishes(recipe=name))

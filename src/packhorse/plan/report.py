@@ -160,12 +160,8 @@ def _lines(plan: Plan, tariff: float | None) -> Iterator[str]:
     where, job = plan.placement, plan.placement.job
     users = f" x {job.sequences}" if job.sequences > 1 else ""
     yield f"{plan.facts.name} on {plan.machine.name}: {job.context:,} tokens{users}, {plan.recipe.name}, KV {job.kv}"
-    yield (
-        "fits"
-        if plan.fits
-        else "DOES NOT FIT: "
-        + ", ".join(f"{format_bytes(size)} short in {name}" for name, size in where.shortfall.items())
-    )
+    short = ", ".join(f"{format_bytes(size)} short in {name}" for name, size in where.shortfall.items())
+    yield f"DOES NOT FIT: {short}" if short else "fits"
     if plan.unbuilt:
         yield "modelled, not executable: " + "; ".join(plan.unbuilt)
     yield ""
@@ -221,9 +217,8 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         return
     low, expected, high = (times.rounded() for times in plan.times)
     for name, (label, unit) in _LABELS.items():
-        if expected[name] is None or (
-            plan.placement.job.sequences == 1 and name in ("decode_tok_s_total", "queue_wait_s")
-        ):
+        alone = plan.placement.job.sequences == 1 and name in ("decode_tok_s_total", "queue_wait_s")
+        if expected[name] is None or alone:
             continue
         if plan.machine.measured:
             yield f"{label:24}{_short(expected[name]):>8} {unit}"

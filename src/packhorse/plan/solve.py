@@ -55,15 +55,8 @@ class Wishes:
     prefer: str = "speed"
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("context", 1),
-            ("sequences", 1),
-            ("draft", 0),
-            ("host_kv", 0),
-            ("vram", 1),
-            ("ram", 1),
-            ("disk", 0),
-        ):
+        for name in ("context", "sequences", "vram", "ram", "draft", "host_kv", "disk"):
+            low = 0 if name in ("draft", "host_kv", "disk") else 1
             value = getattr(self, name)
             if value is not None and value < low:
                 raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least {low}.")
@@ -115,7 +108,8 @@ class Plan:
 def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     """The plan of a model on a machine. Where the wishes do not fit the plan says so and what would.
 
-    Raises UsageError for recipes that are not known, and for contexts that no stretching reaches.
+    Raises UsageError for recipes that are not known, codecs that do not suit the model's heads, and contexts that
+    no stretching reaches.
     """
     most = facts.context * (MAX_STRETCH if facts.rope.kind == "default" else 1)
     if wishes.context is not None and wishes.context > most:
@@ -126,6 +120,7 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
         )
     capped = with_caps(machine, vram=wishes.vram, ram=wishes.ram, disk=wishes.disk)
     kv, name = _defaults(machine, wishes)
+    formats.check_kv_heads(kv, facts.head_dim)
     footprint = Footprint(facts, recipe(name), machine.num_cards)
     job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft, wishes.host_kv)
     limit = longest(footprint, capped, job, max(facts.context, job.context))
@@ -186,32 +181,42 @@ def _last(holds: Any, most: int) -> int:
 def _offers(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[Alternative]:
     """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest."""
     job, kv, name = plan.placement.job, plan.placement.job.kv, plan.recipe.name
-    codecs = CODECS[CODECS.index(kv) + 1 :] if kv in CODECS else ()
+    codecs = [
+        codec
+        for codec in (CODECS[CODECS.index(kv) + 1 :] if kv in CODECS else ())
+        if _suits(codec, plan.facts)
+    ]
     smaller = RECIPES[RECIPES.index(name) + 1 if name in RECIPES else 0 :] if machine.card is not None else ()
+    more_memory = "more host memory" if machine.assumed else "more memory in the machine"
     tries: dict[str, list[dict[str, Any]]] = {
         "a shorter context": [{"context": plan.limit}] if 0 < plan.limit < job.context else [],
         "a lower KV codec": [{"kv": codec} for codec in codecs],
         "a smaller recipe": [{"recipe": other} for other in smaller],
         "a smaller recipe and a lower KV codec": [
-            {"recipe": other, "kv": codecs[-1]} for other in smaller if codecs
+            {"recipe": other, "kv": kv} for other in smaller for kv in codecs[-1:]
         ],
         "a part of the KV in host memory": [{"host_kv": job.context * part // 8} for part in range(1, 8)],
         "all that the card has": [{"vram": "auto"}] if wishes.vram is not None else [],
         "one request at a time": [{"sequences": 1}] if job.sequences > 1 else [],
-        "more host memory" if machine.assumed else "more memory in the machine": [
-            {"ram": size} for size in RAM_STEPS if size > plan.machine.ram_bytes
-        ],
+        more_memory: [{"ram": size} for size in RAM_STEPS if size > plan.machine.ram_bytes],
         "another model": [{"model": other} for other in OTHER_MODELS],
     }
     least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
     for why, changes in tries.items():
-        found = [
-            offer for change in changes if (offer := _offer(plan, machine, wishes, change, why)) is not None
-        ]
-        found = [offer for offer in found if offer.times.decode_tok_s_end >= least]
+        tried = [_offer(plan, machine, wishes, change, why) for change in changes]
+        found = [offer for offer in tried if offer is not None and offer.times.decode_tok_s_end >= least]
         walks = [offer for offer in found if offer.times.decode_tok_s_end >= CRAWL]
         if found:
             yield walks[0] if walks else max(found, key=lambda offer: offer.times.decode_tok_s_end)
+
+
+def _suits(kv: str, facts: ModelFacts) -> bool:
+    """Whether a KV codec can hold the model's heads."""
+    try:
+        formats.check_kv_heads(kv, facts.head_dim)
+    except UsageError:
+        return False
+    return True
 
 
 def _offer(
@@ -271,15 +276,10 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
     if job.context > facts.context:
         stretch = job.context / facts.context
         yield f"The context is {stretch:.2g} times the model's window: YaRN reaches it and costs at short range."
-    asked = (
-        ("--vram", wishes.vram, "device0"),
-        ("--ram", wishes.ram, "host"),
-        ("--disk", wishes.disk, "disk"),
-    )
-    for name, wish, tier in asked:
-        cap = where.tiers[tier].cap_bytes
+    for name, tier in (("vram", "device0"), ("ram", "host"), ("disk", "disk")):
+        wish, cap = getattr(wishes, name), where.tiers[tier].cap_bytes
         if wish is not None and wish > cap > 0:
-            yield f"{name} asks for {format_bytes(wish)}, and a process can have {format_bytes(cap)}."
+            yield f"--{name} asks for {format_bytes(wish)}, and a process can have {format_bytes(cap)}."
     if plan.recipe.is_packed and any(True for _ in packed_matrices(facts)):
         yield f"The files hold packed weights; planned is the recipe {plan.recipe.name}, not their own packing."
     if wishes.context is None:
