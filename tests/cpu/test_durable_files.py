@@ -165,7 +165,7 @@ def test_a_process_that_ends_at_any_step(tmp_path, step):
         store, model = numbers.open_store(folder, files=files)
         files.ends = step
         store.write(model, [numbers.image(3), numbers.image(4)])
-        store.drop(numbers.find(store, 0), "test")
+        store.drop(numbers.find(store, 0))
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the step was not reached"
     store, _ = numbers.open_store(folder)
@@ -264,7 +264,7 @@ def test_damaged_files_are_never_believed(tmp_path):
         except UnreadableError as error:
             assert error.reason in ("size", "checksum", "missing", "truncated", "header", "other_record")
             store.mark_gone(record)
-            store.drop(record, error.reason)
+            store.drop(record)
             assert numbers.find(store, n) is None
             lost += 1
         else:

@@ -47,6 +47,8 @@ RESERVE = GIB
 """Bytes of the file system that are left free whatever the quota says."""
 MIN_QUOTA = 16 * MIB
 """The index and its log may take some MiB of the quota."""
+PREFIX_SHARE = 50
+"""The token ids of prefixes, which are for people alone, take at most this part of the quota."""
 STEPS = (
     "opened", "written", "synced", "renamed", "folder synced", "committed", "row deleted", "file deleted",
 )  # fmt: skip
@@ -214,18 +216,20 @@ class DurableStore:
 
     def _read_file(self, record: DiskRecord) -> mmap.mmap:
         """The file's bytes. Direct, past the page cache, where the file system has that."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = -1
         if self.direct is not False:
             try:
-                fd = os.open(self._path(record.model, record.file), flags | os.O_DIRECT)
+                buffer = self._read_with(record, os.O_DIRECT)
                 self.direct = True
+                return buffer
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-        if fd < 0:
-            fd = os.open(self._path(record.model, record.file), flags)
+        return self._read_with(record, 0)
+
+    def _read_with(self, record: DiskRecord, flags: int) -> mmap.mmap:
+        flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._path(record.model, record.file), flags)
         try:
             if os.fstat(fd).st_size != record.num_bytes:
                 raise UnreadableError("size")
@@ -255,8 +259,7 @@ class DurableStore:
 
     def room(self) -> int:
         """Bytes of the largest set of records that could be written now, evicting all that may be evicted."""
-        pinned = int(self._reader.execute("SELECT total(bytes) FROM records WHERE pinned").fetchone()[0])
-        held = self._held()
+        pinned, held = self._sum("bytes", "pinned"), self._held()
         free = self.files.free_bytes(self.folder) - self.reserve
         return max(0, min(self.quota - self._index_bytes() - pinned, free + held - pinned))
 
@@ -356,7 +359,7 @@ class DurableStore:
         assert isinstance(record, DiskRecord)
         self._gone.add(record.id)
 
-    def drop(self, record: Record, reason: str) -> None:
+    def drop(self, record: Record) -> None:
         """Delete a record that could not be used."""
         assert isinstance(record, DiskRecord)
         self._write("a deletion", self._delete, [(record.id, record.model, record.file)])
@@ -377,6 +380,11 @@ class DurableStore:
                 "INSERT INTO prefixes (model, root, key, tokens, label, created, used, hits)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET used = ?, hits = hits + 1",
                 (model, root, key, tokens, label, now, now, now),
+            )
+            write.execute(
+                "DELETE FROM prefixes WHERE NOT pinned AND id IN (SELECT id FROM (SELECT id,"
+                " sum(length(tokens)) OVER (ORDER BY used DESC, id DESC) AS total FROM prefixes) WHERE total > ?)",
+                (self.quota // PREFIX_SHARE,),
             )
 
     # For people.
@@ -431,8 +439,7 @@ class DurableStore:
 
     def usage(self) -> dict[str, int]:
         """Records, their bytes on disk, and the index's bytes."""
-        count = int(self._reader.execute("SELECT count(*) FROM records").fetchone()[0])
-        return {"records": count, "bytes": self._held(), "index_bytes": self._index_bytes()}
+        return {"records": self._sum("1"), "bytes": self._held(), "index_bytes": self._index_bytes()}
 
     # Inside.
 
@@ -564,8 +571,20 @@ class DurableStore:
 
     def _held(self) -> int:
         """Bytes of all files on disk, in whole blocks."""
-        query = f"SELECT total((bytes + {BLOCK - 1}) / {BLOCK}) FROM records"
-        return int(self._reader.execute(query).fetchone()[0]) * BLOCK
+        return self._sum(f"(bytes + {BLOCK - 1}) / {BLOCK}") * BLOCK
+
+    def _sum(self, what: str, where: str = "1") -> int:
+        """A sum over records; 0 where the index cannot be read."""
+        try:
+            query = f"SELECT total({what}) FROM records WHERE {where}"
+            return int(self._reader.execute(query).fetchone()[0])
+        except (sqlite3.Error, ValueError) as error:
+            self._complain(error)
+            return 0
+
+    def _complain(self, error: Exception) -> None:
+        self.counters["index_errors"] += 1
+        self.trouble = f"the index cannot be read: {error}"
 
     def _index_bytes(self) -> int:
         total = 0
@@ -586,8 +605,7 @@ class DurableStore:
             rows = self._reader.execute(f"SELECT {_COLUMNS} FROM records WHERE {where}", values).fetchall()
             found = [DiskRecord(Kind(row[0]), *row[1:]) for row in rows]
         except (sqlite3.Error, ValueError) as error:
-            self.counters["index_errors"] += 1
-            self.trouble = f"the index cannot be read: {error}"
+            self._complain(error)
             return []
         return [record for record in found if record.id not in self._gone and _NAME.fullmatch(record.file)]
 

@@ -174,8 +174,8 @@ class LowerTiers:
         self._release = release
         self._model = model
         self._min_pages = ceil_div(min_tokens, geometry.page_len)
-        page = geometry.codec.page_bytes * len(geometry.full_layers)
-        self._extent_pages = max(1, EXTENT_BYTES // max(page, 1))
+        self._page_size = geometry.codec.page_bytes * len(geometry.full_layers)
+        self._extent_pages = max(1, EXTENT_BYTES // self._page_size)
         self._sources: list[Records] = [self.ram] if disk is None else [self.ram, disk]
         self._read_rates: dict[int, float] = {}
         self._failures = 0
@@ -297,7 +297,8 @@ class LowerTiers:
         self._failures += 1
         if source is self.disk and self._writer is not None:
             self.disk.mark_gone(record)
-            self._writer.submit(0, self.disk.drop, record, reason)
+            if reason != "io_error":  # which may pass: want of memory, or of file descriptors
+                self._writer.submit(0, self.disk.drop, record)
         elif self.ram.has(record):
             self.ram.drop(record)
 
@@ -331,12 +332,18 @@ class LowerTiers:
 
     def demote(self, entry: Entry) -> None:
         """An entry is about to leave the device: keep its pages and snapshot in host memory, if there is any."""
-        if not self.ram.capacity:
+        size = len(entry.page_ids) * self._page_size
+        size += self._tier.geometry.state_bytes if entry.snapshot is not None else 0
+        if size > self.ram.capacity:
+            self.counters["skipped_demotions"] += self.ram.capacity > 0
             return
         assert entry.parent is not None
-        self._demote_pages(entry, entry.parent.key)
-        if entry.snapshot is not None:
-            self._demote_state(entry)
+        try:
+            self._demote_pages(entry, entry.parent.key)
+            if entry.snapshot is not None:
+                self._demote_state(entry)
+        except OSError:  # the system has no memory for it, and nobody waits for it
+            self.counters["failed_demotions"] += 1
 
     def _demote_pages(self, entry: Entry, key: bytes) -> None:
         page_len = self._tier.geometry.page_len
@@ -395,7 +402,11 @@ class LowerTiers:
                 if not wait:
                     return
                 writer.wait(lambda writer=writer, size=size: writer.has_room(size))  # type: ignore[misc]
-            num_bytes -= self._copy_next(job)
+            try:
+                num_bytes -= self._copy_next(job)
+            except OSError:  # the system has no memory for a copy
+                self.counters["failed_copies"] += 1
+                self._finish(job, written=False)
 
     def flush(self) -> None:
         """Write everything that waits; when this returns it is durable, or has failed and was counted."""
@@ -438,9 +449,8 @@ class LowerTiers:
         job.keys = [*walked.keys, *rest]
         there = self.disk.states([entry.key for entry in job.entries])
         job.entries = [entry for entry in job.entries if entry.key not in there]
-        geometry = self._tier.geometry
-        page = geometry.codec.page_bytes * len(geometry.full_layers)
-        size = (num_pages - job.next_page) * page + len(job.entries) * geometry.state_bytes
+        size = (num_pages - job.next_page) * self._page_size
+        size += len(job.entries) * self._tier.geometry.state_bytes
         if size > self.disk.room():
             self.counters["skipped_large"] += 1
             return False
@@ -448,11 +458,9 @@ class LowerTiers:
 
     def _next_size(self, job: KeepJob) -> int:
         """Bytes of the job's next record, about."""
-        geometry = self._tier.geometry
         if job.next_page < len(job.page_ids):
-            page = geometry.codec.page_bytes * len(geometry.full_layers)
-            return self._extent(job.next_page, len(job.page_ids) - job.next_page) * page
-        return geometry.state_bytes if job.entries else 0
+            return self._extent(job.next_page, len(job.page_ids) - job.next_page) * self._page_size
+        return self._tier.geometry.state_bytes if job.entries else 0
 
     def _copy_next(self, job: KeepJob) -> int:
         """Copy the job's next record, or end the job; bytes copied."""
@@ -527,4 +535,5 @@ class LowerTiers:
         if self.disk is not None:
             held |= {f"disk_{name}": count for name, count in self.disk.usage().items()}
             held |= {"disk_quota_bytes": self.disk.quota, "backlog_bytes": self.backlog_bytes}
+            held["disk_direct_reads"] = int(bool(self.disk.direct))
         return held
