@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from packhorse.core.formats import COMPUTE_DTYPES, KV_FORMATS, KvFormat, check_kv_heads, kv_token_bytes
 from packhorse.core.units import ceil_div
@@ -384,16 +386,35 @@ def _encode(x: Tensor, bits: int) -> list[Tensor]:
     return planes
 
 
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What each byte of a word of codes adds to its 8 dims, fp32 [4 * 256, 8], and each byte of a group's high bits
+    to its 32 dims, [4 * 256, 32]. Looked up and added up they are exact, and faster than moving bits about."""
+    byte = torch.arange(256)
+    low, high = torch.zeros(4, 256, 8), torch.zeros(4, 256, 4, 8)
+    for k in range(4):
+        for half in range(2):
+            i = 2 * k + half
+            dim = 2 * (i % 4) + i // 4
+            low[k, :, dim] = (byte >> 4 * half & 15).float()
+            for j in range(4):
+                high[k, :, j, dim] = 16.0 * (byte >> (4 * half + j) & 1)
+    return low.flatten(0, 1).to(device), high.flatten(2).flatten(0, 1).to(device)
+
+
+def _look_up(table: Tensor, plane: Tensor) -> Tensor:
+    """The sums of `table` over each four bytes of a plane [..., 4 n]: [..., n * table width]."""
+    places = plane.unflatten(-1, (-1, 4)) + 256 * torch.arange(4, dtype=torch.int32, device=plane.device)
+    summed = embedding_bag(places.reshape(-1, 4), table, mode="sum")
+    return summed.view(*plane.shape[:-1], plane.shape[-1] // 4 * table.shape[1])
+
+
 def _decode(planes: Sequence[Tensor]) -> Tensor:
     """Values [S, Hkv, D] fp32, still rotated, of the planes of K or of V."""
-    low, scale = planes[0].unflatten(-1, (-1, 4, 4)), planes[-1].contiguous().view(torch.float16)
-    words = torch.stack((low & 15, low >> 4), dim=-1).flatten(-2)
-    half = 8
+    low, high = _tables(planes[0].device)
+    codes = _look_up(low, planes[0])
     if len(planes) == 3:
-        half = 16
-        bits = planes[1].unflatten(-1, (-1, 4))[..., None] >> torch.arange(
-            8, dtype=torch.uint8, device=low.device
-        )
-        words = words | ((bits & 1) << 4).reshape(*words.shape[:-2], 8, 4).transpose(-1, -2)
-    codes = words.unflatten(-1, (2, 4)).transpose(-1, -2).reshape(*scale.shape, 32)
-    return ((codes.float() - half) * scale.float()[..., None]).flatten(-2)
+        codes += _look_up(high, planes[1])
+    codes -= 8 if len(planes) == 2 else 16
+    scale = planes[-1].contiguous().view(torch.float16).float()
+    return codes.unflatten(-1, (-1, 32)).mul_(scale[..., None]).flatten(-2)
