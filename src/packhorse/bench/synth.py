@@ -187,12 +187,13 @@ class _Maker:
 
     def _packed(self, part: Part, form: PackedFormat, rng: np.random.Generator) -> Iterator[Tensor]:
         *lead, cols = part.shape
-        q = torch.from_numpy(np.frombuffer(bytearray(math.prod(lead) * cols * form.bits // 8), np.uint8))
-        view = q.numpy()
-        for start in range(0, len(view), _SLICE):
-            piece = view[start : start + _SLICE]
-            piece[:] = np.frombuffer(rng.bytes(len(piece)), np.uint8)
-        q = q.view(*lead, -1)
+        data = np.empty(math.prod(lead) * cols * form.bits // 8, np.uint8)
+        for start in range(0, len(data), _SLICE):
+            piece = data[start : start + _SLICE]
+            # Whole words: many times as quick as bytes.
+            drawn = rng.integers(0, 2**64 - 1, ceil_div(len(piece), 8), dtype=np.uint64, endpoint=True)
+            piece[:] = drawn.view(np.uint8)[: len(piece)]
+        q = torch.from_numpy(data).view(*lead, -1)
         if self.router == "zipf" and "embed_tokens" in part.source:
             q[..., : _STEERED * form.bits // 8] = 255  # the largest code in all of them
         yield q
