@@ -3,15 +3,24 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
+import gguf
 import pytest
+from gguf_files import write_model
 
+import oracle
 import servers
 from packhorse.cli import main as cli
+from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
+from packhorse.core.units import GIB
+from packhorse.engine.size import size_engine
 from packhorse.facts.known import known_model
+from packhorse.facts.machine import SYSTEM_BYTES, read_profile
 from packhorse.facts.read import read_model
-from packhorse.plan.report import check_planned, read_saved
+from packhorse.plan.report import check_planned, read_saved, to_document
+from packhorse.plan.solve import Wishes, solve
 
 
 @pytest.fixture
@@ -52,6 +61,31 @@ def test_the_server_runs_a_plan_and_shows_it_beside_what_it_takes(save):
             assert [float(line[len(label) :]) for line in metrics.splitlines() if line.startswith(label)] == [
                 size
             ]
+
+
+def test_packed_files_are_planned_as_the_engine_keeps_them(tmp_path):
+    model = oracle.make_model("qwen3_moe", hidden_size=256, intermediate_size=256, moe_intermediate_size=256,
+                              num_attention_heads=4)  # fmt: skip
+    facts = read_model(write_model(model, tmp_path / "m.gguf", quant=gguf.GGMLQuantizationType.Q4_0))
+    roomy = replace(read_profile("t4"), card=None, native_bf16=True)
+    sizes = {name: size_engine(facts, EngineConfig(context=256, sequences=1, dtype="bf16", weights=name), "bf16", GIB)
+             for name in ("packed", "unpacked")}  # fmt: skip
+    plans = {"packed": solve(facts, roomy, Wishes(context=256, recipe="packed")),
+             "unpacked": solve(facts, roomy, Wishes(context=256))}  # fmt: skip
+    for name, plan in plans.items():
+        assert sum(plan.footprint.classes.values()) == sizes[name].weight_bytes
+        assert plan.executable and to_document(plan, "m.gguf")["engine"]["weights"] == name
+    assert sizes["packed"].weight_bytes < sizes["unpacked"].weight_bytes
+    # Where unpacked ones do not fit, packed ones are planned.
+    need = plans["packed"].placement.tiers["host"].total_bytes + SYSTEM_BYTES + 1024
+    tight = solve(facts, replace(roomy, ram_bytes=need, assumed=False), Wishes(context=256))
+    assert tight.fits and tight.recipe.from_files
+    for cards in (1, 2):
+        card = replace(read_profile("t4").card, count=cards)
+        on_card = solve(facts, replace(read_profile("t4"), card=card), Wishes(context=256))
+        assert on_card.fits and on_card.recipe.from_files and "the recipe packed" not in on_card.unbuilt
+    with pytest.raises(UsageError, match="holds no packed weights"):
+        solve(known_model("qwen3-32b"), roomy, Wishes(recipe="packed"))
 
 
 def serve(*args: str) -> subprocess.CompletedProcess:

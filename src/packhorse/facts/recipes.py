@@ -21,17 +21,18 @@ _SCALED = 128
 class Recipe:
     """dtype: of whatever is not packed, and what is computed in. formats: packed format by class; `rest`: of
     matrices of other classes, None to leave them in dtype. bits: of matrices outside embeddings, where no
-    format holds them."""
+    format holds them. from_files: matrices that the files hold packed stay as they are (plan.account)."""
 
     name: str
     dtype: str = "fp16"
     formats: Mapping[str, str] = field(default_factory=dict)
     rest: str | None = None
     bits: float | None = None
+    from_files: bool = False
 
     @property
     def is_packed(self) -> bool:
-        return self.rest is not None or self.bits is not None or bool(self.formats)
+        return self.from_files or self.rest is not None or self.bits is not None or bool(self.formats)
 
     def group_bytes(self, group: ParamGroup) -> int:
         """Bytes of a group of weights; norms, routers, convolutions and decay parameters are fp32 always."""

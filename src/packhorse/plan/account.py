@@ -72,7 +72,10 @@ def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False) -> int:
 
 def recipe_bytes(facts: ModelFacts, recipe: Recipe) -> dict[str, int]:
     """All weights of the text model under a recipe, by class."""
-    return class_bytes(param_groups(facts), recipe)
+    found, compute = class_bytes(param_groups(facts), recipe), formats.COMPUTE_DTYPES[recipe.dtype]
+    for matrix in packed_matrices(facts) if recipe.from_files else ():
+        found[matrix.kind] += matrix.num_bytes - compute.num_bytes(matrix.num_values)
+    return found
 
 
 def draft_bytes(facts: ModelFacts, recipe: Recipe) -> int:

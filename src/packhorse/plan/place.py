@@ -11,7 +11,7 @@ arithmetic; more memory never leaves fewer units on a card, nor more to stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from packhorse.core import cost, formats
@@ -55,9 +55,16 @@ class Footprint:
     @cached_property
     def part_classes(self) -> list[dict[str, int]]:
         """The same for each card's layers; embeddings and head belong to none of them."""
-        cut = [account.recipe_bytes(part, self.recipe) for part in self.parts]
+        ends = ("embeddings", "lm_head")
+        if self.num_cards <= 1:
+            return [{kind: size for kind, size in self.classes.items() if kind not in ends}]
+        # Files name no cards: each gets its part of what they hold.
+        plain = replace(self.recipe, from_files=False)
+        cut = [account.recipe_bytes(part, plain) for part in self.parts]
+        whole = account.recipe_bytes(self.facts, plain)
         return [
-            {kind: size for kind, size in one.items() if kind not in ("embeddings", "lm_head")} for one in cut
+            {kind: size * self.classes[kind] // whole[kind] for kind, size in one.items() if kind not in ends}
+            for one in cut
         ]
 
     @property

@@ -82,7 +82,7 @@ def _engine(plan: Plan) -> dict[str, Any] | None:
         "snapshots": HOST_SNAPSHOTS,
         "dtype": dtype,
         "kv": "auto" if job.kv == dtype else job.kv,
-        "weights": "unpacked",
+        "weights": "packed" if plan.recipe.from_files else "unpacked",
         "device": "cpu",
     }
 

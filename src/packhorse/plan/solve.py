@@ -119,10 +119,16 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
             hint="Ask for less.",
         )
     capped = with_caps(machine, vram=wishes.vram, ram=wishes.ram, disk=wishes.disk)
-    kv, name = _defaults(machine, wishes)
+    own = _recipe(facts, machine, wishes)
+    kv = wishes.kv or (PREFERENCES[wishes.prefer][0] if machine.card is not None else own.dtype)
     formats.check_kv_heads(kv, facts.head_dim)
-    footprint = Footprint(facts, recipe(name), machine.num_cards)
+    footprint = Footprint(facts, own, machine.num_cards)
     job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft, wishes.host_kv)
+    packed = replace(footprint, recipe=replace(own, name="packed", from_files=True))
+    if machine.card is None and wishes.recipe is None and _holds_packed(facts):
+        # As the engine decides: unpacked products are faster on a CPU, where they fit.
+        least = replace(job, context=wishes.context or 1)
+        footprint = footprint if place(footprint, capped, least).fits else packed
     limit = longest(footprint, capped, job, max(facts.context, job.context))
     comfortable = _comfortable(footprint, capped, job, limit)
     if wishes.context is None and limit:
@@ -140,13 +146,22 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     return replace(plan, alternatives=offers, warnings=tuple(_warnings(plan, machine, wishes)))
 
 
-def _defaults(machine: Machine, wishes: Wishes) -> tuple[str, str]:
-    """KV codec and recipe."""
-    kv, name = PREFERENCES[wishes.prefer]
-    if machine.card is None:
-        name = wishes.recipe or ("bf16" if machine.native_bf16 else "fp32")
-        kv = recipe(name).dtype
-    return wishes.kv or kv, wishes.recipe or name
+def _recipe(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Recipe:
+    """What was asked for; else on a card what the files hold packed, or what is preferred, and on a CPU no packing."""
+    dtype = "fp16" if machine.card is not None else "bf16" if machine.native_bf16 else "fp32"
+    name = wishes.recipe
+    if name is None:
+        name = dtype if machine.card is None else PREFERENCES[wishes.prefer][1]
+        name = "packed" if machine.card is not None and _holds_packed(facts) else name
+    if name != "packed":
+        return recipe(name)
+    if not _holds_packed(facts):
+        raise UsageError(f"{facts.name} holds no packed weights.", hint=f"Choose {', '.join(RECIPES)}.")
+    return Recipe("packed", dtype, from_files=True)
+
+
+def _holds_packed(facts: ModelFacts) -> bool:
+    return any(True for _ in packed_matrices(facts))
 
 
 def longest(footprint: Footprint, machine: Machine, job: Job, most: int) -> int:
@@ -232,7 +247,10 @@ def _offer(
         machine, wishes = replace(machine, assumed=True), replace(wishes, ram=change["ram"])
     vram = None if "vram" in change else wishes.vram
     capped = with_caps(machine, vram=vram, ram=wishes.ram, disk=wishes.disk)
-    footprint = Footprint(facts, recipe(change.get("recipe", plan.recipe.name)), machine.num_cards)
+    own = plan.recipe if "recipe" not in change else recipe(change["recipe"])
+    if "model" in change and own.from_files:
+        own = recipe(PREFERENCES[wishes.prefer][1])
+    footprint = Footprint(facts, own, machine.num_cards)
     job = replace(
         job, **{key: change[key] for key in ("context", "kv", "sequences", "host_kv") if key in change}
     )
@@ -250,7 +268,7 @@ def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
         found.append("pools of a card by this plan: there the engine sizes them by its own rules")
     if footprint.num_cards > 1:
         found.append(f"{footprint.num_cards} cards")
-    if footprint.recipe.is_packed:
+    if footprint.recipe.is_packed and not footprint.recipe.from_files:
         found.append(f"the recipe {footprint.recipe.name}")
     if footprint.num_cards and job.kv != footprint.recipe.dtype:
         found.append(f"the KV codec {job.kv}")
@@ -280,8 +298,6 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
         wish, cap = getattr(wishes, name), where.tiers[tier].cap_bytes
         if wish is not None and wish > cap > 0:
             yield f"--{name} asks for {format_bytes(wish)}, and a process can have {format_bytes(cap)}."
-    if plan.recipe.is_packed and any(True for _ in packed_matrices(facts)):
-        yield f"The files hold packed weights; planned is the recipe {plan.recipe.name}, not their own packing."
     if wishes.context is None:
         yield f"The context was not asked for: planned for {job.context:,} of {facts.context:,} tokens."
     if not plan.fits:
