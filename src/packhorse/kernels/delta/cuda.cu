@@ -34,7 +34,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 // first_row, num_tokens (0: none), slots: of each sequence. out [rows, value heads, D]: o over its root mean square,
 // times norm and silu(z). at_rest: states and where they are can be read while the kernel before still runs.
 // Grid: value heads, sequences.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     delta_step(const void* rows, const void* ba, const float* weight, const float* a_log, const float* dt_bias,
                const float* norm, unsigned char* conv, unsigned char* states, int* turns, const int* first_row,
                const int* num_tokens, const int* slots, unsigned short* out, u64 conv_stride, u64 state_stride,
