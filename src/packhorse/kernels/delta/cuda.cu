@@ -59,7 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     let_next_start();
     if (!at_rest) wait_for_previous();
     const int tokens = num_tokens[sequence], first = first_row[sequence], slot = slots[sequence];
-    if (tokens == 0) return;
+    if (tokens == 0) {
+        wait_for_previous();  // who waits for this kernel waits for all before it
+        return;
+    }
     float4* const state = reinterpret_cast<float4*>(states + slot * state_stride) +
                           ((size_t)head * D + row) * (D / 4) + column / 4;
     unsigned short* const inputs = reinterpret_cast<unsigned short*>(conv + slot * conv_stride);
