@@ -32,6 +32,7 @@ from packhorse.facts.recipes import recipe
 from packhorse.plan import account
 from packhorse.plan.place import SWEEPS, Footprint, Job, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
+from packhorse.plan.report import table
 from packhorse.plan.solve import Wishes, solve
 
 CODECS = ("fp16", "fp8", "k5v4", "k4v4")
@@ -193,8 +194,6 @@ def test_every_alternative_fits_when_it_is_asked_for():
             vram=rng.choice((None, None, int(rng.uniform(1, 24) * GIB))),
             ram=rng.choice((None, None, int(rng.uniform(2, 64) * GIB))),
         )
-        if wishes.context is not None and wishes.context > 4 * facts.context:
-            continue
         plan = solve(facts, machine, wishes)
         assert plan.fits == (plan.placement.job.context <= plan.limit)
         for offer in plan.alternatives:
@@ -346,8 +345,11 @@ def test_wishes_that_mean_nothing(wrong):
 
 def test_contexts_and_recipes_that_mean_nothing():
     facts, machine = known_model("qwen3-32b"), read_profile("h200")
-    with pytest.raises(UsageError, match="163,840"):
-        solve(facts, machine, Wishes(context=4 * facts.context + 1))
+    beyond = solve(facts, machine, Wishes(context=4 * facts.context + 1))
+    assert not beyond.fits and not beyond.times and not beyond.executable and beyond.limit == 163_840
+    assert beyond.alternatives[0].change == {"context": 163_840}
+    assert "DOES NOT FIT: the model reaches 163,840 tokens at most" in table(beyond)
+    assert solve(facts, machine, Wishes(context=4 * facts.context)).fits
     odd = replace(known_model("qwen3.5-0.8b"), head_dim=96)
     with pytest.raises(UsageError, match="k4v4 rotates"):
         solve(odd, machine, Wishes(kv="k4v4"))

@@ -25,7 +25,7 @@ from packhorse.plan.predict import (
     prefill_flops,
     touched_share,
 )
-from packhorse.plan.solve import Alternative, Plan
+from packhorse.plan.solve import Alternative, Plan, reach
 
 VERSION = 1
 """Of the document: raised where a field changes its meaning or goes."""
@@ -54,7 +54,8 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
         "tiers": {name: _tier(tier) for name, tier in where.tiers.items()},
         "experts": {"slots": where.on_device if moe else 0, "total": where.num_units if moe else 0},
         "kv": {"codec": job.kv, "bytes_per_token": account.kv_token_bytes(facts, job.kv)},
-        "context": {"planned": job.context, "comfortable": plan.comfortable, "limit": plan.limit},
+        "context": {"planned": job.context, "comfortable": plan.comfortable, "limit": plan.limit}
+        | {"reach": reach(facts)},
         "sweep_tokens": where.sweep_len,
         "engine": _engine(plan),
         "predict": _predict(plan),
@@ -102,7 +103,7 @@ def read_saved(file: Path) -> dict[str, Any]:
         asked = sum(tier["total_bytes"] for tier in document["tiers"].values())
         short = sum(document["shortfall_bytes"].values())
         raise DoesNotFitError(
-            f"The plan {file} does not fit: {format_bytes(short)} are missing.",
+            f"The plan {file} does not fit: {format_bytes(short)} are missing, or its context is out of reach.",
             asked=asked, available=asked - short, unit="bytes", hint="Its `alternatives` do.",
         )  # fmt: skip
     if document["engine"] is None:
@@ -160,8 +161,10 @@ def _lines(plan: Plan, tariff: float | None) -> Iterator[str]:
     where, job = plan.placement, plan.placement.job
     users = f" x {job.sequences}" if job.sequences > 1 else ""
     yield f"{plan.facts.name} on {plan.machine.name}: {job.context:,} tokens{users}, {plan.recipe.name}, KV {job.kv}"
-    short = ", ".join(f"{format_bytes(size)} short in {name}" for name, size in where.shortfall.items())
-    yield f"DOES NOT FIT: {short}" if short else "fits"
+    short = [f"{format_bytes(size)} short in {name}" for name, size in where.shortfall.items()]
+    if job.context > reach(plan.facts):
+        short.append(f"the model reaches {reach(plan.facts):,} tokens at most")
+    yield f"DOES NOT FIT: {', '.join(short)}" if short else "fits"
     if plan.unbuilt:
         yield "modelled, not executable: " + "; ".join(plan.unbuilt)
     yield ""

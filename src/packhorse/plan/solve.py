@@ -97,7 +97,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.placement.fits
+        """Whether every tier holds its part, and the model reaches the context."""
+        return self.placement.fits and self.placement.job.context <= reach(self.facts)
 
     @property
     def executable(self) -> bool:
@@ -105,19 +106,16 @@ class Plan:
         return self.fits and not self.unbuilt
 
 
+def reach(facts: ModelFacts) -> int:
+    """Tokens that the model's window has, or may have where YaRN stretches it."""
+    return facts.context * (MAX_STRETCH if facts.rope.kind == "default" else 1)
+
+
 def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     """The plan of a model on a machine. Where the wishes do not fit the plan says so and what would.
 
-    Raises UsageError for recipes that are not known, codecs that do not suit the model's heads, and contexts that
-    no stretching reaches.
+    Raises UsageError for recipes that are not known and codecs that do not suit the model's heads.
     """
-    most = facts.context * (MAX_STRETCH if facts.rope.kind == "default" else 1)
-    if wishes.context is not None and wishes.context > most:
-        raise UsageError(
-            f"A context of {wishes.context:,} tokens was asked for; {facts.name} reaches {facts.context:,}, and "
-            f"{most:,} where it is stretched.",
-            hint="Ask for less.",
-        )
     capped = with_caps(machine, vram=wishes.vram, ram=wishes.ram, disk=wishes.disk)
     own = _recipe(facts, machine, wishes)
     kv = wishes.kv or (PREFERENCES[wishes.prefer][0] if machine.card is not None else own.dtype)
@@ -129,13 +127,13 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
         # As the engine decides: unpacked products are faster on a CPU, where they fit.
         least = replace(job, context=wishes.context or 1)
         footprint = footprint if place(footprint, capped, least).fits else packed
-    limit = longest(footprint, capped, job, max(facts.context, job.context))
+    limit = longest(footprint, capped, job, min(reach(facts), max(facts.context, job.context)))
     comfortable = _comfortable(footprint, capped, job, limit)
     if wishes.context is None and limit:
         job = replace(job, context=comfortable if wishes.prefer == "speed" else limit)
     placement = place(footprint, capped, job)
     times: tuple[Times, ...] = ()
-    if placement.fits:
+    if placement.fits and job.context <= reach(facts):
         times = tuple(predict(footprint, capped, placement, band) for band in (LOW, EXPECTED, HIGH))
     plan = Plan(
         facts, capped, footprint.recipe, placement, comfortable, limit, times,
@@ -255,7 +253,7 @@ def _offer(
         job, **{key: change[key] for key in ("context", "kv", "sequences", "host_kv") if key in change}
     )
     placement = place(footprint, capped, job)
-    if not placement.fits:
+    if not placement.fits or job.context > reach(facts):
         return None
     return Alternative(change, why, predict(footprint, capped, placement), not _unbuilt(footprint, placement))
 
@@ -291,7 +289,7 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
         yield f"Times on {machine.name} were never measured: they are computed from rates, and ranges are printed."
     if machine.free:
         yield "Planned without a card: name a machine with --profile, or let `doctor --save-profile` look at this one."
-    if job.context > facts.context:
+    if facts.context < job.context <= reach(facts):
         stretch = job.context / facts.context
         yield f"The context is {stretch:.2g} times the model's window: YaRN reaches it and costs at short range."
     for name, tier in (("vram", "device0"), ("ram", "host"), ("disk", "disk")):
