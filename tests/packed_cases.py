@@ -6,7 +6,7 @@ import torch
 
 from packhorse.core.formats import PackedFormat
 from packhorse.core.units import ceil_div
-from packhorse.quant.packed import Codes, fits
+from packhorse.quant.packed import Codes
 
 
 def random_codes(form: PackedFormat, rows: int, cols: int, seed: int, lead: tuple[int, ...] = ()) -> Codes:
@@ -36,4 +36,4 @@ def random_codes(form: PackedFormat, rows: int, cols: int, seed: int, lead: tupl
 
 def columns_for(form: PackedFormat, wanted: int) -> int:
     """The next number of columns from `wanted` on that the format can hold."""
-    return next(cols for cols in range(wanted, wanted + 257) if fits(form, cols))
+    return next(cols for cols in range(wanted, wanted + 257) if form.fits(cols))
