@@ -9,6 +9,7 @@ are random, lie in memory many times the size of the cache, and are each read on
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -92,7 +93,7 @@ def gemv(
     rates: dict[str, float], rounds: int, formats: list[str], dtype: torch.dtype
 ) -> list[dict[str, object]]:
     """Each matrix of the 27B alone, then the layer's four in turn."""
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in formats:
         form = PACKED[name]
         weights = {}
@@ -108,7 +109,9 @@ def gemv(
                 else:
                     linear.packed_linear(x[weight.num_cols], weight)
 
-            def measure(label: str, work: list[tuple[str, PackedTensor]], tokens: int = tokens) -> None:
+            def measure(
+                label: str, work: list[tuple[str, PackedTensor]], tokens: int = tokens, name: str = name
+            ) -> None:
                 size = sum(weight.num_bytes for _, weight in work)
                 seconds = graph_seconds(lambda: [one(*item) for item in work], rounds)
                 rows.append(
@@ -171,18 +174,25 @@ def expert_rows(
             logits = torch.randn(layers, tokens, num_experts, device="cuda").scatter_(2, chosen.long(), 9.0)
             x, counters = torch.randn(tokens, 2048, device="cuda").to(dtype), experts.new_counters("cuda")
 
-            def mix(layer: int, routes: experts.Routes) -> None:
-                experts.expert_mix(x, routes, table, layer, counters)
+            def run(
+                make: Callable[[int], experts.Routes], x: Tensor = x, counters: Tensor = counters
+            ) -> None:
+                for layer in range(layers):
+                    experts.expert_mix(x, make(layer), table, counters)
 
-            plans = [experts.plan_routes(shares[l], chosen[l], counters) for l in range(layers)]
+            def sort(
+                layer: int, counters: Tensor = counters, shares: Tensor = shares, chosen: Tensor = chosen
+            ) -> experts.Routes:
+                return experts.plan_routes(shares[layer], chosen[layer], table.address[layer], counters)
+
+            def top(layer: int, counters: Tensor = counters, logits: Tensor = logits) -> experts.Routes:
+                return experts.route(logits[layer], top_k, True, table.address[layer], counters)
+
+            plans = [sort(layer) for layer in range(layers)]
             ways = {
-                "mix": lambda: [mix(l, plans[l]) for l in range(layers)],
-                "sort, mix": lambda: [
-                    mix(l, experts.plan_routes(shares[l], chosen[l], counters)) for l in range(layers)
-                ],
-                "top-k, sort, mix": lambda: [
-                    mix(l, experts.route(logits[l], top_k, True, counters)) for l in range(layers)
-                ],
+                "mix": functools.partial(run, plans.__getitem__),
+                "sort, mix": functools.partial(run, sort),
+                "top-k, sort, mix": functools.partial(run, top),
             }
             for label, work in ways.items():
                 counters.zero_()

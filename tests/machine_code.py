@@ -69,7 +69,7 @@ def check(variant: Variant, arch: int) -> Report:
     report = examine(variant, arch)
     name = f"{variant} for sm_{arch}"
     assert report.spill_bytes == 0, f"{name}: {report.spill_bytes} bytes of stack or spills"
-    shared = variant.shared_bytes + report.static_shared_bytes
+    shared = Target(arch).shared_bytes(variant) + report.static_shared_bytes
     most = Target(arch).max_shared_bytes
     assert shared <= most, f"{name}: {shared} bytes of shared memory, there are {most}"
     if variant.tensor_cores:

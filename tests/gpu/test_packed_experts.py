@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from matrix_cases import bound, error, random_packed
+from matrix_cases import bound, error, random_packed, to_device
 from packhorse.core.formats import PACKED
+from packhorse.kernels import dispatch
 from packhorse.kernels.cuda import launch
 from packhorse.kernels.experts.cuda import ExpertTable, expert_mix, new_counters, plan_routes, route
 
@@ -23,30 +24,29 @@ def test_route(num_experts, top_k, norm):
         share = want.values[:, :top_k]
         share = share / share.sum(-1, keepdim=True) if norm else share
         counters = new_counters("cuda")
-        got = route(logits.cuda(), top_k, norm, counters)
+        got = route(logits.cuda(), top_k, norm, address(num_experts), counters)
         assert got.experts.tolist() == want.indices[:, :top_k].tolist()
         assert error(got.weights.cpu(), share) < 2e-6
         check_plan(got, counters)
-        again = plan_routes(got.weights, got.experts.long(), counters)
-        size = 32 + 2 * 160 + 32
-        used = torch.cat((again.plan[:1], again.plan[size : size + num * top_k]))
-        assert torch.equal(used, torch.cat((got.plan[:1], got.plan[size : size + num * top_k])))
+        again = plan_routes(got.weights, got.experts.long(), address(num_experts), counters)
+        check_plan(again, counters // 2)
+
+
+def address(num):
+    return 1000 + 7 * torch.arange(num, device="cuda")
 
 
 def check_plan(routes, counters):
-    plan, ids = routes.plan.tolist(), routes.experts.flatten().tolist()
-    top_k, hit = routes.experts.shape[1], sorted(set(ids))
+    """What plan.cuh says."""
+    slots, plan = routes.plan[:640].view(160, 4).tolist(), routes.plan[640:].tolist()
+    ids, top_k = routes.experts.flatten().tolist(), routes.experts.shape[1]
+    hit = sorted(set(ids))
     assert plan[0] == len(hit) == int(counters[0])
-    assert plan[32 : 32 + len(hit)] == hit
-    starts, tokens, places = (
-        plan[192 : 192 + len(hit) + 1],
-        plan[384 : 384 + len(ids)],
-        plan[544 : 544 + len(ids)],
-    )
     order = sorted(range(len(ids)), key=lambda r: (ids[r], r))
-    assert starts == [sum(i < e for i in ids) for e in hit] + [len(ids)]
-    assert tokens == [r // top_k for r in order]
-    assert [order[p] for p in places] == list(range(len(ids)))
+    want = [[1000 + 7 * e, 0, ids.count(e) << 16 | sum(i < e for i in ids), e] for e in hit]
+    assert slots[: len(hit)] == want
+    assert plan[32 : 32 + len(ids)] == [r // top_k for r in order]
+    assert [order[p] for p in plan[192 : 192 + len(ids)]] == list(range(len(ids)))
 
 
 class Experts:
@@ -59,6 +59,7 @@ class Experts:
         self.places = [one.pin_memory() if i % 2 else one.cuda() for i, one in enumerate(whole)]
         address = torch.tensor([[0] * num, [place.data_ptr() for place in self.places]])
         self.table = ExpertTable(address.cuda(), PACKED[gate_up], PACKED[down], hidden, inner)
+        self.address = self.table.address[1]
         assert self.table.expert_bytes == whole.shape[1]
 
     def want(self, x, weights, ids):
@@ -100,10 +101,10 @@ def test_mix(case, dtype):
     whole = None
     for num in (16, 1, 2, 7, 9):
         counters = new_counters("cuda")
-        routes = route(logits[:num], top_k, True, counters)
+        routes = route(logits[:num], top_k, True, experts.address, counters)
         inner_values = torch.full((num * top_k, inner), torch.nan, dtype=dtype, device="cuda")
         out = torch.full((num, hidden), torch.nan, device="cuda")
-        got = expert_mix(x[:num], routes, experts.table, 1, counters, inner=inner_values, out=out)
+        got = expert_mix(x[:num], routes, experts.table, counters, inner=inner_values, out=out)
         distinct = len(routes.experts.unique())
         assert counters.tolist() == [distinct, distinct * experts.table.expert_bytes, 0]
         if whole is None:
@@ -112,10 +113,23 @@ def test_mix(case, dtype):
             rounded = bound(PACKED[gate_up], dtype) + bound(PACKED[down], dtype)
             assert error(got.cpu(), want) <= 2 * rounded + torch.finfo(dtype).eps
         assert torch.equal(got, whole[:num])
-        added = expert_mix(x[:num], routes, experts.table, 1, counters, residual=residual[:num])
+        added = expert_mix(x[:num], routes, experts.table, counters, residual=residual[:num])
         assert error(added, got + residual[:num]) < 1e-6
-    single = route(logits[5:6], top_k, True, new_counters("cuda"))
-    assert torch.equal(expert_mix(x[5:6], single, experts.table, 1, new_counters("cuda"))[0], whole[5])
+    single = route(logits[5:6], top_k, True, experts.address, new_counters("cuda"))
+    assert torch.equal(expert_mix(x[5:6], single, experts.table, new_counters("cuda"))[0], whole[5])
+
+
+@pytest.mark.parametrize("num", [1, 16])
+def test_stacks_through_dispatch(num):
+    """A layer's matrices as the loader lays them: the bits of the same experts as blocks."""
+    experts = Experts("int4-g128", "int6-g32", 256, 128, 12)
+    x = torch.randn(num, 256, generator=torch.Generator().manual_seed(num)).to("cuda", torch.float16)
+    routes = route(torch.randn(num, 12).cuda(), 3, True, experts.address, new_counters("cuda"))
+    want = expert_mix(x, routes, experts.table, new_counters("cuda"))
+    stacks = to_device(experts.gate_up), to_device(experts.down)
+    assert torch.equal(
+        dispatch.expert_mix(x, routes.weights, routes.experts.long(), *stacks, exact=False), want
+    )
 
 
 def test_inner_values_beyond_fp16():
@@ -123,11 +137,13 @@ def test_inner_values_beyond_fp16():
     experts = Experts("int4-g128", "int4-g128", 256, 128, 4)
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16) * 3000
     counters = new_counters("cuda")
-    routes = plan_routes(torch.ones(2, 2).cuda(), torch.tensor([[0, 1], [3, 1]]).cuda(), counters)
-    assert torch.isfinite(expert_mix(x, routes, experts.table, 1, counters)).all()
+    routes = plan_routes(
+        torch.ones(2, 2).cuda(), torch.tensor([[0, 1], [3, 1]]).cuda(), experts.address, counters
+    )
+    assert torch.isfinite(expert_mix(x, routes, experts.table, counters)).all()
     clipped = int(counters[2])
     assert clipped > 0
-    got = expert_mix(x, routes, experts.table, 1, counters, factor=2.0**-10)
+    got = expert_mix(x, routes, experts.table, counters, factor=2.0**-10)
     assert int(counters[2]) == clipped
     want = experts.want((x.double() / 1024).float(), routes.weights, routes.experts)
     assert want.isfinite().all() and got.abs().max() > 65504
@@ -141,7 +157,7 @@ def test_captured_in_a_graph():
     launch.prepare([], 0)
 
     def step():
-        return expert_mix(x, route(logits, 8, True, counters), experts.table, 1, counters)
+        return expert_mix(x, route(logits, 8, True, experts.address, counters), experts.table, counters)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -13,11 +13,14 @@ from packhorse.kernels.attention import flash, ref
 from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import ref as delta_ref
 from packhorse.kernels.delta.scan import delta_scan
+from packhorse.kernels.experts import cuda as experts_cuda
 from packhorse.kernels.experts import ref as experts_ref
 from packhorse.kernels.experts.grouped import grouped_mix
 from packhorse.kernels.linear import cpu as linear_cpu
-from packhorse.kernels.linear import packed, unpack
+from packhorse.kernels.linear import cuda as linear_cuda
+from packhorse.kernels.linear import int4, packed, unpack
 from packhorse.kernels.linear import ref as linear_ref
+from packhorse.kernels.linear.int4 import Int4Weight
 from packhorse.quant.packed import PackedTensor
 
 Matrices = Tensor | PackedTensor
@@ -31,9 +34,13 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     return ref.attention(q, segments, position, scale)
 
 
-def linear(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedTensor | Int4Weight, bias: Tensor | None = None) -> Tensor:
     """Product with a dense or packed weight, shapes of kernels.linear.ref.linear."""
+    if isinstance(weight, Int4Weight):
+        return int4.linear(x, weight, bias)
     if isinstance(weight, PackedTensor):
+        if linear_cuda.fits(x, weight):
+            return linear_cuda.packed_linear(x, weight, None if bias is None else bias.float())
         return (packed if x.device.type == "cpu" else unpack).linear(x, weight, bias)
     if x.device.type == "cpu":
         if linear_cpu.fits(x, weight):
@@ -59,6 +66,9 @@ def expert_mix(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices, *, exact: bool
 ) -> Tensor:
     """Routed experts, shapes of kernels.experts.ref.expert_mix."""
+    if not exact and experts_cuda.fits(x, experts, gate_up, down):
+        assert isinstance(gate_up, PackedTensor) and isinstance(down, PackedTensor)
+        return experts_cuda.stacked_mix(x, weights, experts, gate_up, down)
     if x.device.type != "cpu" and x.dtype != torch.float32 and not exact:
         num, group = gate_up.shape[0], gate_up.shape[0]
         if isinstance(gate_up, PackedTensor):

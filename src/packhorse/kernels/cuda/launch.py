@@ -121,9 +121,11 @@ def prepare(
                 raise CompileError(f"The driver refuses {variant}: {cause}.") from cause
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             handle = driver.CUkernel(int(kernel.handle))
-            (error,) = driver.cuKernelSetAttribute(attribute, variant.shared_bytes, handle, index)
+            (error,) = driver.cuKernelSetAttribute(attribute, target.shared_bytes(variant), handle, index)
             if error != driver.CUresult.CUDA_SUCCESS:
-                raise CompileError(f"The driver grants {variant} no {variant.shared_bytes} bytes: {error}.")
+                raise CompileError(
+                    f"The driver grants {variant} no {target.shared_bytes(variant)} bytes: {error}."
+                )
             _kernels[index, target, variant] = kernel
 
 
@@ -155,7 +157,7 @@ def launch(
     config = LaunchConfig(
         grid=grid,
         block=threads,
-        shmem_size=variant.shared_bytes if shared_bytes is None else shared_bytes,
+        shmem_size=target.shared_bytes(variant) if shared_bytes is None else shared_bytes,
         programmatic_stream_serialization=overlap and target.arch >= 90,
     )
     stream = Stream.from_handle(torch.cuda.current_stream(index).cuda_stream)

@@ -31,7 +31,8 @@ class Variant:
     """One compiled form of one kernel.
 
     source: .cu file, relative to packhorse/kernels. kernel: its extern "C" name. defines: macros and values.
-    shared_bytes: the most dynamic shared memory that a block of it takes.
+    shared_bytes: the most dynamic shared memory that a block of it takes; async_bytes: that, if more, where there are
+    asynchronous copies (8.0 on).
     min_arch: the oldest card that can run it, 80 where bf16 is used.
     tensor_cores: its machine code must hold tensor-core instructions (a test looks).
     """
@@ -40,6 +41,7 @@ class Variant:
     kernel: str
     defines: tuple[tuple[str, int], ...] = ()
     shared_bytes: int = 0
+    async_bytes: int = 0
     min_arch: int = MIN_ARCH
     tensor_cores: bool = False
 
@@ -66,20 +68,27 @@ class Target:
         """Whether there is bf16 arithmetic."""
         return self.arch >= 80
 
+    @property
+    def has_async_copies(self) -> bool:
+        """Whether memory can be copied to shared memory without registers (cp.async)."""
+        return self.arch >= 80
+
+    def shared_bytes(self, variant: Variant) -> int:
+        """The most dynamic shared memory that a block of the variant takes here."""
+        return max(variant.shared_bytes, variant.async_bytes if self.has_async_copies else 0)
+
     def check(self, variant: Variant) -> None:
         """Raise UnsupportedCardError where the variant needs a newer card or more shared memory."""
         if self.arch < variant.min_arch:
+            have, need = _dotted(self.arch), _dotted(variant.min_arch)
             raise UnsupportedCardError(
-                f"{variant} needs compute capability {_dotted(variant.min_arch)}, this is {_dotted(self.arch)}.",
-                hint="Use fp16.",
-                needed=variant.min_arch,
-                arch=self.arch,
+                f"{variant} needs compute capability {need}, this is {have}.", hint="Use fp16."
             )
-        if variant.shared_bytes > self.max_shared_bytes:
+        if self.shared_bytes(variant) > self.max_shared_bytes:
             raise UnsupportedCardError(
-                f"{variant} needs {variant.shared_bytes} bytes of shared memory, a block of compute capability "
-                f"{_dotted(self.arch)} has {self.max_shared_bytes}.",
-                needed=variant.shared_bytes,
+                f"{variant} needs {self.shared_bytes(variant)} bytes of shared memory, a block of compute "
+                f"capability {_dotted(self.arch)} has {self.max_shared_bytes}.",
+                needed=self.shared_bytes(variant),
                 available=self.max_shared_bytes,
             )
 

@@ -1,9 +1,13 @@
 // Packed weights (docs/formats.md) times up to 16 tokens on tensor cores: what the products of a dense matrix and of
 // experts share. -D BITS, KIND, GROUP name the format, BF16 the type of the activations.
 //
-// A unit is 8 tiles: 512 columns of a row block. A warp takes whole units, loads a unit's weights at once and runs
-// its tiles in order; a kernel adds the warps' sums in the order of the warps. So a result depends on the weights,
-// its own token and K alone: rows are the same to the bit whatever the batch, and whatever the card's size.
+// A unit is 8 tiles: 512 columns of a row block. A warp takes whole units and runs their tiles in order; a kernel
+// adds the warps' sums in the order of the warps. So a result depends on the weights, its own token and K alone:
+// rows are the same to the bit whatever the batch, and whatever the card's size.
+//
+// A warp always has a unit's worth of weights on their way to it: each pair of tiles that it has taken is replaced by
+// the same pair of its next unit. On the way they lie in shared memory that only their lane touches (cp.async, sm_80
+// on), or in registers (Turing).
 //
 // Codes become 16-bit values exactly: q's bits under an exponent that makes them 1024 + q (fp16) or 128 + q (bf16),
 // less what the code of zero gives. Where a group has whole tiles, the exact integers are multiplied and the fp32
@@ -47,27 +51,121 @@ __device__ __forceinline__ u32 read4(const unsigned char* p) {
     return v;
 }
 
-// Where a lane reads in a stretch of column blocks: one address for each width, so that the rest are constants.
-struct Source {
-    const unsigned char *of16, *of8, *of4;
-    __device__ __forceinline__ Source(const unsigned char* start, int lane)
-        : of16(start + 16 * lane), of8(start + 8 * lane), of4(start + 4 * lane) {}
-};
+constexpr int UNIT_BYTES = UNIT_BLOCKS * BLOCK_BYTES;
+#define ASYNC (__CUDA_ARCH__ >= 800)
+#define MIN_BLOCKS (ASYNC ? 2 : 1)
 
-// A lane's words of the tile at `offset`: BITS of them, since it has 32 of the tile's values.
-__device__ __forceinline__ void load_tile(const Source& source, int offset, u32 (&w)[BITS]) {
-    const uint4 v = read16(source.of16 + offset);
+constexpr int PAIRS = UNIT_TILES / 2;
+
+// Where tile i of a unit and line l of its column block's header begin: in memory, and in shared memory alike.
+__device__ __forceinline__ constexpr int header_at(int i, int l) { return i / BLOCK_TILES * BLOCK_BYTES + 128 * l; }
+__device__ __forceinline__ constexpr int tile_at(int i) { return header_at(i, LINES) + i % BLOCK_TILES * TILE_BYTES; }
+
+// A lane's words of a tile: BITS of them, since it has 32 of its values.
+__device__ __forceinline__ void load_tile(const unsigned char* unit, int offset, int lane, u32 (&w)[BITS]) {
+    const uint4 v = read16(unit + 16 * lane + offset);
     w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-    if constexpr (BITS == 5) w[4] = read4(source.of4 + offset + 512);
+    if constexpr (BITS == 5) w[4] = read4(unit + 4 * lane + offset + 512);
     if constexpr (BITS == 6) {
-        const uint2 high = read8(source.of8 + offset + 512);
+        const uint2 high = read8(unit + 8 * lane + offset + 512);
         w[4] = high.x, w[5] = high.y;
     }
     if constexpr (BITS == 8) {
-        const uint4 second = read16(source.of16 + offset + 512);
+        const uint4 second = read16(unit + 16 * lane + offset + 512);
         w[4] = second.x, w[5] = second.y, w[6] = second.z, w[7] = second.w;
     }
 }
+
+// The weights of one unit of R row blocks on their way to a warp.
+template <int R>
+struct Ring {
+#if ASYNC
+    unsigned char* slots;
+    __device__ __forceinline__ Ring(unsigned char* shared, int warp) : slots(shared + warp * R * UNIT_BYTES) {}
+
+    template <int SIZE>
+    __device__ __forceinline__ static void copy(unsigned char* to, const unsigned char* from) {
+        const u32 address = (u32)__cvta_generic_to_shared(to);
+        if constexpr (SIZE == 16) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+        } else {
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(SIZE) : "memory");
+        }
+    }
+#else
+    u32 w[R][UNIT_TILES][BITS], header[R][UNIT_BLOCKS][LINES];
+    __device__ __forceinline__ Ring(unsigned char*, int) {}
+#endif
+
+    // Send for a pair of tiles, and for the headers of the column blocks that begin with them.
+    __device__ __forceinline__ void fill(int pair, const unsigned char* const (&unit)[R], int lane) {
+#pragma unroll
+        for (int i = 2 * pair; i < 2 * pair + 2; i++)
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+#if ASYNC
+                unsigned char* to = slots + r * UNIT_BYTES;
+                if (i % BLOCK_TILES == 0)
+#pragma unroll
+                    for (int l = 0; l < LINES; l++)
+                        copy<4>(to + 4 * lane + header_at(i, l), unit[r] + 4 * lane + header_at(i, l));
+                to += tile_at(i);
+                const unsigned char* from = unit[r] + tile_at(i);
+                copy<16>(to + 16 * lane, from + 16 * lane);
+                if constexpr (BITS == 5) copy<4>(to + 4 * lane + 512, from + 4 * lane + 512);
+                if constexpr (BITS == 6) copy<8>(to + 8 * lane + 512, from + 8 * lane + 512);
+                if constexpr (BITS == 8) copy<16>(to + 16 * lane + 512, from + 16 * lane + 512);
+#else
+                if (i % BLOCK_TILES == 0)
+#pragma unroll
+                    for (int l = 0; l < LINES; l++)
+                        header[r][i / BLOCK_TILES][l] = read4(unit[r] + 4 * lane + header_at(i, l));
+                load_tile(unit[r], tile_at(i), lane, w[r][i]);
+#endif
+            }
+    }
+
+    // Ends what a pair sends for; every pair does, so that `wait` can count.
+    __device__ __forceinline__ static void commit() {
+#if ASYNC
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+    }
+    // The pair sent for a unit ago is there.
+    __device__ __forceinline__ static void wait() {
+#if ASYNC
+        asm volatile("cp.async.wait_group %0;" ::"n"(PAIRS - 1) : "memory");
+#endif
+    }
+
+    __device__ __forceinline__ void take(int i, int r, int lane, u32 (&to)[BITS], u32 (&head)[LINES]) const {
+#if ASYNC
+        const unsigned char* from = slots + r * UNIT_BYTES;
+        if (i % BLOCK_TILES == 0)
+#pragma unroll
+            for (int l = 0; l < LINES; l++) head[l] = *reinterpret_cast<const u32*>(from + 4 * lane + header_at(i, l));
+        from += tile_at(i);
+        const uint4 v = *reinterpret_cast<const uint4*>(from + 16 * lane);
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        if constexpr (BITS == 5) to[4] = *reinterpret_cast<const u32*>(from + 4 * lane + 512);
+        if constexpr (BITS == 6) {
+            const uint2 high = *reinterpret_cast<const uint2*>(from + 8 * lane + 512);
+            to[4] = high.x, to[5] = high.y;
+        }
+        if constexpr (BITS == 8) {
+            const uint4 second = *reinterpret_cast<const uint4*>(from + 16 * lane + 512);
+            to[4] = second.x, to[5] = second.y, to[6] = second.z, to[7] = second.w;
+        }
+#else
+        // A header leaves with the first tile of its block: its place is filled again at once.
+        if (i % BLOCK_TILES == 0)
+#pragma unroll
+            for (int l = 0; l < LINES; l++) head[l] = header[r][i / BLOCK_TILES][l];
+#pragma unroll
+        for (int k = 0; k < BITS; k++) to[k] = w[r][i][k];
+#endif
+    }
+};
 
 // Pairs of 16-bit values.
 __device__ __forceinline__ u32 twice(float x) { return Act::pack(x, x); }
@@ -211,6 +309,11 @@ struct Tokens {
             x[n][4] = v.x, x[n][5] = v.y, x[n][6] = v.z, x[n][7] = v.w;
         }
     }
+
+    __device__ __forceinline__ void load_pair(int tile, u32 (&x)[2][N8][8]) const {
+        load(tile, x[0]);
+        load(tile + 1, x[1]);
+    }
 };
 
 // One tile of one row block: fragments times tokens, added to sum.
@@ -234,94 +337,100 @@ __device__ __forceinline__ void add_scaled(const Scale& s, const float (&part)[N
         for (int e = 0; e < 4; e++) acc[n][e] = fmaf(s.sum[e >> 1], part[n][e], acc[n][e]);
 }
 
-// Weights of STEP tiles of R row blocks, and the headers of the column blocks that they are of.
-template <int R, int STEP>
-struct Step {
-    static constexpr int HEADERS = STEP > BLOCK_TILES ? STEP / BLOCK_TILES : 1;
-    u32 header[R][HEADERS][LINES], w[R][STEP][BITS];
-
-    // start: first tile, in its unit. `last` is the step before: it may be of the same column block.
-    __device__ __forceinline__ void load(const unsigned char* const (&unit)[R], int start, int lane, const Step& last) {
+// Adds to acc[r] (fragment D, times VALUE_FACTOR) the units first, first + step, .. of R row blocks at rows[r].
+// Weights are sent for before the wait for the kernel before, tokens are read after it. `filled`: the first unit has
+// been sent for already. after: the first unit that the warp will take next, or null: it is sent for at the end.
+template <int R, int N8>
+__device__ __forceinline__ void add_units(Ring<R>& ring, const unsigned char* const (&rows)[R], int first, int step,
+                                          int num_tiles, const Tokens<N8>& tokens, int lane, float (&acc)[R][N8][4],
+                                          bool filled = false, const unsigned char* after = nullptr) {
+    constexpr bool PREFETCH = N8 == 1;  // with more tokens there are no registers for it
+    constexpr bool LATE = !ASYNC && (R * N8 == 4 || R * BITS == 16);  // nor for a whole unit
+    const int whole = num_tiles / UNIT_TILES;
+    const unsigned char *next[R], *now_at[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) next[r] = rows[r] + (size_t)first * UNIT_BYTES;
+    if (!LATE && first < whole && !filled)
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++) {
+            ring.fill(pair, next, lane);
+            ring.commit();
+        }
+    wait_for_previous();
+    int unit = first;
+    u32 header[R][LINES], x[2][2][N8][8];  // tokens of a pair and of the pair after it
+    // Even and odd tiles have sums of their own: a tensor-core product waits for the one before it.
+    float odd[R][N8][4] = {};
+    if (PREFETCH && unit < whole) tokens.load_pair(unit * UNIT_TILES, x[0]);
+#pragma unroll 1
+    for (; unit < whole; unit += step) {
+        const bool more = unit + step < whole;
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            const Source source(unit[r] + (start / BLOCK_TILES) * BLOCK_BYTES, lane);
-#pragma unroll
-            for (int h = 0; h < HEADERS; h++)
-#pragma unroll
-                for (int l = 0; l < LINES; l++)
-                    header[r][h][l] = start % BLOCK_TILES == 0 ? read4(source.of4 + h * BLOCK_BYTES + 128 * l)
-                                                               : last.header[r][h][l];
+            now_at[r] = rows[r] + (size_t)unit * UNIT_BYTES;
+            next[r] = more ? now_at[r] + (size_t)step * UNIT_BYTES : after;
         }
-#pragma unroll
-        for (int i = 0; i < STEP; i++)
+        // Unrolled whole only for a ring in registers: else the compiler takes all tiles at once and few warps fit.
+#pragma unroll(!ASYNC ? PAIRS : PREFETCH ? 2 : 1)
+        for (int pair = 0; pair < PAIRS; pair++) {
+            const int tile = unit * UNIT_TILES + 2 * pair;
+            u32(&now)[2][N8][8] = x[PREFETCH ? pair & 1 : 0];
+            if (!PREFETCH) {
+                tokens.load_pair(tile, now);
+            } else if (pair + 1 < PAIRS) {
+                tokens.load_pair(tile + 2, x[(pair + 1) & 1]);
+            } else if (more) {
+                tokens.load_pair((unit + step) * UNIT_TILES, x[(pair + 1) & 1]);
+            }
+            if (LATE) ring.fill(pair, now_at, lane);
+            ring.wait();
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                const Source source(unit[r] + (start / BLOCK_TILES) * BLOCK_BYTES +
-                                        (STEP < BLOCK_TILES ? start % BLOCK_TILES * TILE_BYTES : 0),
-                                    lane);
-                load_tile(source, i / BLOCK_TILES * BLOCK_BYTES + 128 * LINES + i % BLOCK_TILES * TILE_BYTES, w[r][i]);
-            }
-    }
-};
-
-// Adds to acc[r] (fragment D, times VALUE_FACTOR) unit `unit` of R row blocks that start at rows[r].
-// Weights are loaded before the wait for the kernel before, tokens after.
-template <int R, int N8>
-__device__ __forceinline__ void add_unit(const unsigned char* const (&rows)[R], int unit, int num_tiles,
-                                         const Tokens<N8>& tokens, int lane, float (&acc)[R][N8][4]) {
-    // Tiles whose weights are loaded together. With 16 tokens the loop stays one: unrolled, the compiler fills all
-    // registers with tokens read early, and spills.
-    constexpr int STEP = N8 == 2 ? 2 : BITS * R <= 6 ? 8 : BITS * R <= 12 ? 4 : 2;
-    constexpr int GROUP_TILES = ON_VALUES ? 1 : GROUP / 64;
-    const int first = unit * UNIT_TILES;
-    if (first + UNIT_TILES <= num_tiles) {
-        const unsigned char* starts[R];
+                float part[2][N8][4] = {};
 #pragma unroll
-        for (int r = 0; r < R; r++) starts[r] = rows[r] + (size_t)unit * (UNIT_BLOCKS * BLOCK_BYTES);
-        Step<R, STEP> now, next;
-        float part[R][N8][4];
-        now.load(starts, 0, lane, now);
-        wait_for_previous();
-#pragma unroll(N8 == 2 ? 1 : UNIT_TILES / STEP)
-        for (int start = 0; start < UNIT_TILES; start += STEP) {
-            if (start + STEP < UNIT_TILES) next.load(starts, start + STEP, lane, now);
-#pragma unroll
-            for (int i = 0; i < STEP; i++) {
-                u32 x[N8][8];
-                tokens.load(first + start + i, x);
-#pragma unroll
-                for (int r = 0; r < R; r++) {
-                    const int in_block = STEP < BLOCK_TILES ? start % BLOCK_TILES + i : i % BLOCK_TILES;
-                    const Scale s = scale_of(now.header[r][i / BLOCK_TILES], in_block, lane);
+                for (int j = 0; j < 2; j++) {
+                    const int i = 2 * pair + j;
+                    u32 w[BITS];
+                    ring.take(i, r, lane, w, header[r]);
+                    const Scale s = scale_of(header[r], i % BLOCK_TILES, lane);
                     if constexpr (ON_VALUES) {
-                        multiply(now.w[r][i], s, x, acc[r]);
+                        multiply(w, s, now[j], j ? odd[r] : acc[r]);
                     } else {
-                        if (i % GROUP_TILES == 0)
+                        multiply(w, s, now[j], part[j]);
+                        if (GROUP == 64) add_scaled(s, part[j], acc[r]);
+                        if (GROUP == 128 && j == 1) {
 #pragma unroll
                             for (int n = 0; n < N8; n++)
 #pragma unroll
-                                for (int e = 0; e < 4; e++) part[r][n][e] = 0;
-                        multiply(now.w[r][i], s, x, part[r]);
-                        if (i % GROUP_TILES == GROUP_TILES - 1) add_scaled(s, part[r], acc[r]);
+                                for (int e = 0; e < 4; e++) part[0][n][e] += part[1][n][e];
+                            add_scaled(s, part[0], acc[r]);
+                        }
                     }
                 }
             }
-            now = next;
+            if (!LATE && next[0] != nullptr) ring.fill(pair, next, lane);
+            ring.commit();
         }
-        return;
     }
-    wait_for_previous();
+    if constexpr (ON_VALUES)
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+            for (int n = 0; n < N8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) acc[r][n][e] += odd[r][n][e];
+    if (unit != whole) return;
 #pragma unroll 1
-    for (int tile = first; tile < num_tiles; tile++) {  // the last unit of a K that is no multiple of 512
+    for (int tile = whole * UNIT_TILES; tile < num_tiles; tile++) {  // of a K that is no multiple of 512
         u32 x[N8][8];
         tokens.load(tile, x);
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            const Source source(rows[r] + (size_t)(tile / BLOCK_TILES) * BLOCK_BYTES, lane);
+            const unsigned char* block = rows[r] + (size_t)(tile / BLOCK_TILES) * BLOCK_BYTES;
             u32 header[LINES], w[BITS];
 #pragma unroll
-            for (int l = 0; l < LINES; l++) header[l] = read4(source.of4 + 128 * l);
-            load_tile(source, 128 * LINES + (tile % BLOCK_TILES) * TILE_BYTES, w);
+            for (int l = 0; l < LINES; l++) header[l] = read4(block + 4 * lane + 128 * l);
+            load_tile(block, 128 * LINES + tile % BLOCK_TILES * TILE_BYTES, lane, w);
             const Scale s = scale_of(header, tile % BLOCK_TILES, lane);
             if constexpr (ON_VALUES) {
                 multiply(w, s, x, acc[r]);

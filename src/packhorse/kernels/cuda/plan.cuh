@@ -1,13 +1,24 @@
-// Order of a step's routes, int32: [0] number of distinct experts; for each, ascending, its id and the first of its
-// sorted routes (one more: their number); the token of each sorted route; the sorted place of route token * top_k + rank.
+// Order of a step's routes: for each distinct expert, ascending, a Slot; behind them int32: the number of slots, the
+// token of each route sorted by expert, the sorted place of route token * top_k + rank.
 #pragma once
 
 #include "mma.cuh"
 
+struct alignas(16) Slot {
+    u64 address;                  // of the expert's first byte
+    unsigned short start, count;  // its sorted routes
+    int expert;
+
+    __device__ __forceinline__ static Slot load(const Slot* from) {
+        // Around L1: the kernel may have started before the plan was written.
+        const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
+        return {(u64)v.y << 32 | v.x, (unsigned short)v.z, (unsigned short)(v.z >> 16), (int)v.w};
+    }
+};
+
 constexpr int MAX_ROUTES = 160;
-constexpr int PLAN_EXPERTS = 32;
-constexpr int PLAN_STARTS = PLAN_EXPERTS + MAX_ROUTES;
-constexpr int PLAN_TOKENS = PLAN_STARTS + MAX_ROUTES + 32;
-constexpr int PLAN_POSITIONS = PLAN_TOKENS + MAX_ROUTES;
+constexpr int PLAN_NUM = 4 * MAX_ROUTES;  // in int32
+constexpr int PLAN_TOKENS = PLAN_NUM + 32;
+constexpr int PLAN_PLACES = PLAN_TOKENS + MAX_ROUTES;
 // counters: distinct experts, bytes of expert weights read, values that did not fit the activations' type.
 enum Counters { EXPERTS_READ, BYTES_READ, SATURATED };

@@ -7,28 +7,34 @@ addresses says: in the card's memory or in pinned host memory. Each byte of a hi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from packhorse.core.formats import TILE_COLS, TILE_ROWS, PackedFormat
-from packhorse.core.units import ceil_div
-from packhorse.kernels.cuda.launch import launch
+from packhorse.core.formats import LINE_BYTES, TILE_COLS, TILE_ROWS, PackedFormat
+from packhorse.core.units import ceil_div, round_up
+from packhorse.kernels.cuda.launch import launch, target_of
 from packhorse.kernels.cuda.nvrtc import Variant
 from packhorse.kernels.linear.cuda import (
+    DTYPES,
     MAX_TOKENS,
     MAX_WARPS,
     TOKEN_FLOATS,
     format_defines,
     min_arch,
     num_warps,
+    ring_bytes,
     sums_bytes,
+    whole_tiles,
 )
+from packhorse.quant.packed import PackedTensor
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 10
-_PLAN_INTS = 32 + 160 + 192 + 160 + 160
+MAX_ROUTES = MAX_TOKENS * MAX_TOP_K
+_PLAN_INTS = 4 * MAX_ROUTES + 32 + 2 * MAX_ROUTES
 _PLAN = Variant("experts/plan.cu", "expert_plan")
 
 
@@ -44,8 +50,9 @@ class Routes(NamedTuple):
 class ExpertTable:
     """Where the experts of a model are and what they are made of.
 
-    address: int64 [layers, E] on the card: the first byte of each expert, on a 128-byte line, gate_up then down.
-    hidden, inner: H and I, multiples of 64.
+    address: int64 [layers, E] on the card: the first byte of each expert's gate_up, on a 128-byte line. Its down
+    lies right behind it, or down_gap + its number * down_stride bytes from there. hidden, inner: H and I, multiples
+    of 64.
     """
 
     address: Tensor
@@ -53,16 +60,65 @@ class ExpertTable:
     down: PackedFormat
     hidden: int
     inner: int
+    down_gap: int | None = None
+    down_stride: int = 0
+
+    @classmethod
+    def of_stacks(cls, gate_up: PackedTensor, down: PackedTensor) -> ExpertTable:
+        """One layer whose matrices lie on the card, all gate_up [E, 2 I, H] and all down [E, H, I] together."""
+        num, hidden, inner = down.shape
+        first, step = gate_up.data.data_ptr(), gate_up.data.stride(0)
+        address = _addresses(first, step, num, gate_up.data.device)
+        gap, stride = down.data.data_ptr() - first, down.data.stride(0) - step
+        return cls(address, gate_up.format, down.format, hidden, inner, gap, stride)
 
     @property
     def down_offset(self) -> int:
-        """Where down begins in an expert."""
-        return self.gate_up.num_bytes(2 * self.inner, self.hidden)
+        """From an expert's first byte to that of its down, down_stride aside."""
+        return self.gate_up.num_bytes(2 * self.inner, self.hidden) if self.down_gap is None else self.down_gap
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
-        return self.down_offset + self.down.num_bytes(self.hidden, self.inner)
+        return self.gate_up.num_bytes(2 * self.inner, self.hidden) + self.down.num_bytes(
+            self.hidden, self.inner
+        )
+
+
+@cache
+def _addresses(first: int, step: int, num: int, device: torch.device) -> Tensor:
+    """int64 [1, num]: addresses of blocks one behind the other. Kept: a captured graph reads it again."""
+    return (first + step * torch.arange(num)).view(1, -1).to(device)
+
+
+@cache
+def device_counters(device: torch.device) -> Tensor:
+    """The counters of a card, for callers that keep none."""
+    return new_counters(device)
+
+
+def fits(x: Tensor, experts: Tensor, gate_up: object, down: object) -> bool:
+    """Whether `stacked_mix` is for this mix: few 16-bit tokens, packed stacks on a card, sizes within limits."""
+    return (
+        isinstance(gate_up, PackedTensor)
+        and isinstance(down, PackedTensor)
+        and gate_up.data.device.type == "cuda"
+        and x.dtype in DTYPES
+        and x.shape[0] <= MAX_TOKENS
+        and experts.shape[1] <= MAX_TOP_K
+        and len(gate_up) <= MAX_EXPERTS
+        and not (gate_up.num_cols % TILE_COLS or down.num_cols % TILE_COLS)
+    )
+
+
+def stacked_mix(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: PackedTensor, down: PackedTensor
+) -> Tensor:
+    """`expert_mix` of one layer's stacks, with routes [T, K] chosen elsewhere."""
+    table, counters = ExpertTable.of_stacks(gate_up, down), device_counters(x.device)
+    return expert_mix(
+        whole_tiles(x), plan_routes(weights, experts, table.address[0], counters), table, counters
+    )
 
 
 def new_counters(device: torch.device | str) -> Tensor:
@@ -78,55 +134,54 @@ def variants(table: ExpertTable, dtype: torch.dtype, max_tokens: int = MAX_TOKEN
 
 def _variant(table: ExpertTable, dtype: torch.dtype, num_tokens: int, down: bool) -> Variant:
     form = table.down if down else table.gate_up
-    # Shared memory: of down a row block's sums of all routes, of gate_up the warps' sums.
-    shared = MAX_TOKENS * MAX_TOP_K * TOKEN_FLOATS * 4 if down else sums_bytes(2, num_tokens, MAX_WARPS)
+    warps = MAX_WARPS if down else num_warps(form, table.hidden)
+    if down:
+        sums = _route_bytes(num_tokens * MAX_TOP_K)
+        ring = sums + ring_bytes(form, 1, warps)
+    else:
+        sums, ring = sums_bytes(2, num_tokens, warps), ring_bytes(form, 2, warps)
     return Variant(
         "experts/cuda.cu",
         "expert_down" if down else "expert_gate_up",
-        (*format_defines(form, dtype, num_tokens), ("DOWN", int(down)), ("MIN_BLOCKS", 1)),
-        shared_bytes=shared,
+        (*format_defines(form, dtype, num_tokens), ("DOWN", int(down)), ("MAX_WARPS", warps)),
+        shared_bytes=sums,
+        async_bytes=ring,
         min_arch=min_arch(dtype),
         tensor_cores=True,
     )
 
 
-def route(logits: Tensor, top_k: int, norm_topk: bool, counters: Tensor) -> Routes:
+def _route_bytes(num_routes: int) -> int:
+    """Shared memory for a row block's sums of all routes, in whole lines."""
+    return round_up(num_routes * TOKEN_FLOATS * 4, LINE_BYTES)
+
+
+def route(logits: Tensor, top_k: int, norm_topk: bool, address: Tensor, counters: Tensor) -> Routes:
     """Router logits fp32 [T, E], E at most 512: softmax over all, then the best K (of equal ones the lower
-    number first), divided by their sum if norm_topk. Adds to counters[0]."""
+    number first), divided by their sum if norm_topk. address: int64 [E], the layer's row of an ExpertTable.
+    Adds to counters[0]."""
     shape = (logits.shape[0], top_k)
     weights = torch.empty(shape, device=logits.device)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    return _planned(logits.float().contiguous(), weights, experts, logits.shape[1], norm_topk, counters)
+    return _planned(logits.float().contiguous(), weights, experts, address, norm_topk, counters)
 
 
-def plan_routes(weights: Tensor, experts: Tensor, counters: Tensor) -> Routes:
-    """Routes chosen elsewhere: weights and expert ids [T, K]. Adds to counters[0]."""
+def plan_routes(weights: Tensor, experts: Tensor, address: Tensor, counters: Tensor) -> Routes:
+    """Routes chosen elsewhere: weights and expert ids [T, K]; the rest as in `route`."""
     ids = experts.to(torch.int32).contiguous()
-    return _planned(None, weights.float().contiguous(), ids, MAX_EXPERTS, False, counters)
+    return _planned(None, weights.float().contiguous(), ids, address, False, counters)
 
 
 def _planned(
-    logits: Tensor | None, weights: Tensor, experts: Tensor, num_experts: int, norm: bool, counters: Tensor
+    logits: Tensor | None, weights: Tensor, experts: Tensor, address: Tensor, norm: bool, counters: Tensor
 ) -> Routes:
     num_tokens, top_k = experts.shape
+    num_experts = address.shape[0]
     assert 1 <= num_tokens <= MAX_TOKENS and top_k <= MAX_TOP_K and num_experts <= MAX_EXPERTS
     plan = torch.empty(_PLAN_INTS, dtype=torch.int32, device=experts.device)
-    launch(
-        _PLAN,
-        (1,),
-        MAX_EXPERTS,
-        logits,
-        weights,
-        experts,
-        plan,
-        counters,
-        num_tokens,
-        top_k,
-        num_experts,
-        int(norm),
-        device=experts.device,
-        overlap=True,
-    )
+    sizes = (num_tokens, top_k, num_experts, int(norm))
+    args = (logits, weights, experts, address, plan, counters, *sizes)
+    launch(_PLAN, (1,), MAX_EXPERTS, *args, device=plan.device, overlap=True)
     return Routes(weights, experts, plan)
 
 
@@ -134,7 +189,6 @@ def expert_mix(
     x: Tensor,
     routes: Routes,
     table: ExpertTable,
-    layer: int,
     counters: Tensor,
     *,
     residual: Tensor | None = None,
@@ -144,54 +198,29 @@ def expert_mix(
 ) -> Tensor:
     """Sum over each token's experts of weight * down(swiglu(gate_up(x))): x [T, H] 16-bit -> [T, H] fp32.
 
-    residual: fp32 [T, H], added. factor: what silu(gate) * up is multiplied by before it becomes 16-bit, and
-    divided by at the end. inner: scratch [T K, I] in x's dtype. A row's bits do not depend on the other tokens.
-    Adds to all of counters. Raises UnsupportedCardError for bf16 before 8.0.
+    routes: made with the addresses of the layer. residual: fp32 [T, H], added. factor: what silu(gate) * up is
+    multiplied by before it becomes 16-bit, and divided by at the end. inner: scratch [T K, I] in x's dtype.
+    A row's bits do not depend on the other tokens. Adds to all of counters. Raises UnsupportedCardError for bf16
+    before 8.0.
     """
     num_tokens, top_k = routes.experts.shape
-    num_experts = table.address.shape[1]
     assert x.shape == (num_tokens, table.hidden) and x.is_contiguous() and x.data_ptr() % 16 == 0
     assert table.hidden % TILE_COLS == 0 and table.inner % TILE_COLS == 0
     if inner is None:
         inner = x.new_empty(num_tokens * top_k, table.inner)
     if out is None:
         out = torch.empty(num_tokens, table.hidden, device=x.device)
-    address = table.address[layer]
-    slots = min(num_tokens * top_k, num_experts)
-    warps = num_warps(table.hidden)
-    launch(
-        _variant(table, x.dtype, num_tokens, down=False),
-        (table.inner // TILE_ROWS, slots),
-        32 * warps,
-        address,
-        routes.plan,
-        x,
-        inner,
-        counters,
-        table.hidden // TILE_COLS,
-        factor,
-        device=x.device,
-        shared_bytes=sums_bytes(2, num_tokens, warps),
-        overlap=True,
-    )
-    launch(
-        _variant(table, x.dtype, num_tokens, down=True),
-        (ceil_div(table.hidden, TILE_ROWS),),
-        32 * min(MAX_WARPS, slots),
-        address,
-        routes.plan,
-        routes.weights,
-        inner,
-        residual,
-        out,
-        counters,
-        table.down_offset,
-        table.inner // TILE_COLS,
-        num_tokens,
-        top_k,
-        factor,
-        device=x.device,
-        shared_bytes=num_tokens * top_k * TOKEN_FLOATS * 4,
-        overlap=True,
-    )
+    slots = min(num_tokens * top_k, table.address.shape[1])
+    gate_up, down = (_variant(table, x.dtype, num_tokens, down) for down in (False, True))
+    grid, threads = (table.inner // TILE_ROWS, slots), 32 * num_warps(table.gate_up, table.hidden)
+    args = (routes.plan, x, inner, counters, table.hidden // TILE_COLS, factor)
+    launch(gate_up, grid, threads, *args, device=x.device, overlap=True)
+    warps = min(MAX_WARPS, slots)
+    shared = _route_bytes(num_tokens * top_k)
+    if target_of(x.device).has_async_copies:
+        shared += ring_bytes(table.down, 1, warps)
+    sizes = (table.down_offset, table.down_stride, table.inner // TILE_COLS, num_tokens, top_k, factor)
+    given = (routes.plan, routes.weights, inner, residual, out, counters, *sizes)
+    blocks = (ceil_div(table.hidden, TILE_ROWS),)
+    launch(down, blocks, 32 * warps, *given, device=x.device, shared_bytes=shared, overlap=True)
     return out

@@ -14,8 +14,8 @@ __device__ __forceinline__ u64 warp_max(u64 key) {
 // norm: weights, experts [T, top_k]. Without logits weights and experts are given. Then the routes sorted by expert:
 // `plan`, see plan.cuh. counters[0] += distinct experts.
 extern "C" __global__ void __launch_bounds__(512)
-    expert_plan(const float* logits, float* weights, int* experts, int* plan, u64* counters, int num_tokens, int top_k,
-                int num_experts, int norm) {
+    expert_plan(const float* logits, float* weights, int* experts, const u64* address, int* plan, u64* counters,
+                int num_tokens, int top_k, int num_experts, int norm) {
     constexpr int MAX_EXPERTS = 512, PER_LANE = MAX_EXPERTS / 32;
     __shared__ int chosen[MAX_ROUTES];
     __shared__ int counts[MAX_EXPERTS];
@@ -91,22 +91,20 @@ extern "C" __global__ void __launch_bounds__(512)
     before -= own;
     for (int w = 0; w < warp; w++) before += totals[w];
     place[threadIdx.x] = before;
-    if (count > 0) {
-        plan[PLAN_EXPERTS + (before >> 16)] = threadIdx.x;
-        plan[PLAN_STARTS + (before >> 16)] = before & 0xffff;
-    }
+    if (count > 0)
+        reinterpret_cast<Slot*>(plan)[before >> 16] = {address[threadIdx.x], (unsigned short)before,
+                                                       (unsigned short)count, (int)threadIdx.x};
     if (threadIdx.x == MAX_EXPERTS - 1) {
         const int num_slots = (before + own) >> 16;
-        plan[0] = num_slots;
-        plan[PLAN_STARTS + num_slots] = num_routes;
-        atomicAdd(counters, (u64)num_slots);
+        plan[PLAN_NUM] = num_slots;
+        atomicAdd(counters + EXPERTS_READ, (u64)num_slots);
     }
     __syncthreads();
     if (threadIdx.x < num_routes) {
         const int expert = chosen[threadIdx.x];
-        int position = place[expert] & 0xffff;
-        for (int r = 0; r < threadIdx.x; r++) position += chosen[r] == expert;
-        plan[PLAN_TOKENS + position] = threadIdx.x / top_k;
-        plan[PLAN_POSITIONS + threadIdx.x] = position;
+        int at = place[expert] & 0xffff;
+        for (int r = 0; r < threadIdx.x; r++) at += chosen[r] == expert;
+        plan[PLAN_TOKENS + at] = threadIdx.x / top_k;
+        plan[PLAN_PLACES + threadIdx.x] = at;
     }
 }

@@ -9,11 +9,10 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)
     packed_gemv(const unsigned char* weight, const unsigned char* x, void* out, const float* bias,
                 const float* residual, u64* saturated, int num_rows, int num_tiles, int num_tokens, int out_stride,
                 int out_fp32, float swiglu) {
-    extern __shared__ float sums[];  // [warp][ROWS][8 NT tokens][TOKEN_FLOATS]
+    extern __shared__ __align__(128) unsigned char shared[];  // a ring for each warp, later the sums
+    float* sums = reinterpret_cast<float*>(shared);  // [warp][ROWS][8 NT tokens][TOKEN_FLOATS]
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_warps = blockDim.x >> 5;
-    const int num_blocks = (num_rows + 15) / 16, num_units = (num_tiles + UNIT_TILES - 1) / UNIT_TILES;
-    let_next_start();
-
+    const int num_blocks = (num_rows + 15) / 16;
     const unsigned char* rows[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -28,9 +27,11 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)
         tokens.row[n] = x + (size_t)token * num_tiles * 128 + 32 * (lane & 3);
     }
     float acc[ROWS][NT][4] = {};
-#pragma unroll 1
-    for (int unit = warp; unit < num_units; unit += num_warps) add_unit(rows, unit, num_tiles, tokens, lane, acc);
+    Ring<ROWS> ring(shared, warp);
+    add_units(ring, rows, warp, num_warps, num_tiles, tokens, lane, acc);
+    let_next_start();  // it sends for its weights while this one adds up
 
+    __syncthreads();
 #pragma unroll
     for (int r = 0; r < ROWS; r++) put_sums(sums + (warp * ROWS + r) * 8 * NT * TOKEN_FLOATS, lane, acc[r]);
     __syncthreads();

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packhorse.core.formats import TILE_COLS, TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div, round_up
-from packhorse.kernels.cuda.launch import launch, saturated
+from packhorse.kernels.cuda.launch import launch, saturated, target_of
 from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
 from packhorse.quant.packed import PackedTensor
 
@@ -19,6 +19,8 @@ MAX_TOKENS = 16
 UNIT_TILES = 8
 """Tiles that a warp takes at a time (packed.cuh)."""
 MAX_WARPS = 8
+MAX_RING_BYTES = 96 << 10
+"""Shared memory that rings of two row blocks may take: what a block has on the smallest card from 8.0 on."""
 TOKEN_FLOATS = 20
 """Floats of shared memory for a token's sums of a row block (packed.cuh)."""
 KINDS = {"symmetric": 0, "zero": 1, "min": 2, "fp8": 3, "k": 4, "q6_k": 5}
@@ -33,7 +35,6 @@ def format_defines(form: PackedFormat, dtype: torch.dtype, num_tokens: int) -> t
         ("GROUP", form.group_len),
         ("BF16", int(dtype == torch.bfloat16)),
         ("NT", ceil_div(num_tokens, 8)),
-        ("MAX_WARPS", MAX_WARPS),
     )
 
 
@@ -42,10 +43,15 @@ def min_arch(dtype: torch.dtype) -> int:
     return 80 if dtype == torch.bfloat16 else MIN_ARCH
 
 
-def num_warps(num_cols: int) -> int:
-    """Warps that share the units of a row of K = num_cols; of nothing else, so that sums have one order."""
+def unit_bytes(form: PackedFormat) -> int:
+    """Bytes of a unit of one row block: what the ring of a warp holds."""
+    return form.row_bytes(UNIT_TILES * TILE_COLS)
+
+
+def num_warps(form: PackedFormat, num_cols: int) -> int:
+    """Warps that share the units of a row; by format and K alone, so that sums have one order."""
     units = ceil_div(num_cols, TILE_COLS * UNIT_TILES)
-    return ceil_div(units, ceil_div(units, MAX_WARPS))
+    return ceil_div(units, ceil_div(units, min(MAX_WARPS, MAX_RING_BYTES // (2 * unit_bytes(form)))))
 
 
 def sums_bytes(row_blocks: int, num_tokens: int, warps: int) -> int:
@@ -53,13 +59,20 @@ def sums_bytes(row_blocks: int, num_tokens: int, warps: int) -> int:
     return warps * row_blocks * round_up(num_tokens, 8) * TOKEN_FLOATS * 4
 
 
+def ring_bytes(form: PackedFormat, row_blocks: int, warps: int) -> int:
+    """Shared memory for the weights on their way to `warps` warps."""
+    return warps * row_blocks * unit_bytes(form)
+
+
 def variant(form: PackedFormat, dtype: torch.dtype, num_tokens: int, row_blocks: int) -> Variant:
     """The product with matrices of `form`, 1 or 2 row blocks a block of threads."""
+    warps = num_warps(form, 1 << 20)
     return Variant(
         "linear/cuda.cu",
         "packed_gemv",
-        (*format_defines(form, dtype, num_tokens), ("ROWS", row_blocks), ("MIN_BLOCKS", 2)),
-        shared_bytes=sums_bytes(row_blocks, num_tokens, MAX_WARPS),
+        (*format_defines(form, dtype, num_tokens), ("ROWS", row_blocks), ("MAX_WARPS", warps)),
+        shared_bytes=sums_bytes(row_blocks, num_tokens, warps),
+        async_bytes=ring_bytes(form, row_blocks, warps),
         min_arch=min_arch(dtype),
         tensor_cores=True,
     )
@@ -127,27 +140,16 @@ def _launch(
     num_tokens, num_cols = x.shape
     assert fits(x, weight) and num_cols == weight.num_cols and out.stride(1) == 1
     assert bias is None or bias.dtype == torch.float32
-    warps = num_warps(num_cols)
-    launch(
-        variant(weight.format, x.dtype, num_tokens, row_blocks),
-        (ceil_div(weight.format.num_row_blocks(weight.num_rows), row_blocks),),
-        32 * warps,
-        weight.data,
-        whole_tiles(x),
-        out,
-        bias,
-        residual,
-        saturated(x.device),
-        weight.num_rows,
-        ceil_div(num_cols, TILE_COLS),
-        num_tokens,
-        out.stride(0),
-        int(out.dtype == torch.float32),
-        swiglu,
-        device=x.device,
-        shared_bytes=sums_bytes(row_blocks, num_tokens, warps),
-        overlap=True,
-    )
+    warps = num_warps(weight.format, num_cols)
+    shared = sums_bytes(row_blocks, num_tokens, warps)
+    if target_of(x.device).has_async_copies:
+        shared = max(shared, ring_bytes(weight.format, row_blocks, warps))
+    grid = (ceil_div(weight.format.num_row_blocks(weight.num_rows), row_blocks),)
+    sizes = (weight.num_rows, ceil_div(num_cols, TILE_COLS), num_tokens, out.stride(0))
+    args = (weight.data, whole_tiles(x), out, bias, residual, saturated(x.device), *sizes)
+    kernel, is_fp32 = variant(weight.format, x.dtype, num_tokens, row_blocks), int(out.dtype == torch.float32)
+    flags = (is_fp32, swiglu)
+    launch(kernel, grid, 32 * warps, *args, *flags, device=x.device, shared_bytes=shared, overlap=True)
 
 
 def whole_tiles(x: Tensor) -> Tensor:
