@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,7 +180,7 @@ def _comfortable(footprint: Footprint, machine: Machine, job: Job, limit: int) -
     return max(SHORT, _last(lambda tokens: speed(tokens) >= least, limit))
 
 
-def _last(holds: Any, most: int) -> int:
+def _last(holds: Callable[[int], bool], most: int) -> int:
     """The largest multiple of a page up to `most`, or `most`, for which `holds`, which stops holding once."""
     if holds(most):
         return most
@@ -194,21 +194,19 @@ def _last(holds: Any, most: int) -> int:
 def _offers(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[Alternative]:
     """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest."""
     job, kv, name = plan.placement.job, plan.placement.job.kv, plan.recipe.name
-    codecs = [
-        codec
-        for codec in (CODECS[CODECS.index(kv) + 1 :] if kv in CODECS else ())
-        if _suits(codec, plan.facts)
-    ]
+    lower = CODECS[CODECS.index(kv) + 1 :] if kv in CODECS else ()
+    codecs = [codec for codec in lower if _suits(codec, plan.facts)]
     smaller = RECIPES[RECIPES.index(name) + 1 if name in RECIPES else 0 :] if machine.card is not None else ()
+    eighths = range(1, 8) if machine.card is not None else ()
     more_memory = "more host memory" if machine.assumed else "more memory in the machine"
     tries: dict[str, list[dict[str, Any]]] = {
         "a shorter context": [{"context": plan.limit}] if 0 < plan.limit < job.context else [],
         "a lower KV codec": [{"kv": codec} for codec in codecs],
         "a smaller recipe": [{"recipe": other} for other in smaller],
         "a smaller recipe and a lower KV codec": [
-            {"recipe": other, "kv": kv} for other in smaller for kv in codecs[-1:]
+            {"recipe": other, "kv": codec} for other in smaller for codec in codecs[-1:]
         ],
-        "a part of the KV in host memory": [{"host_kv": job.context * part // 8} for part in range(1, 8)],
+        "a part of the KV in host memory": [{"host_kv": job.context * part // 8} for part in eighths],
         "all that the card has": [{"vram": "auto"}] if wishes.vram is not None else [],
         "one request at a time": [{"sequences": 1}] if job.sequences > 1 else [],
         more_memory: [{"ram": size} for size in RAM_STEPS if size > plan.machine.ram_bytes],
@@ -249,9 +247,8 @@ def _offer(
     if "model" in change and own.from_files:
         own = recipe(PREFERENCES[wishes.prefer][1])
     footprint = Footprint(facts, own, machine.num_cards)
-    job = replace(
-        job, **{key: change[key] for key in ("context", "kv", "sequences", "host_kv") if key in change}
-    )
+    asked = {key: change[key] for key in ("context", "kv", "sequences", "host_kv") if key in change}
+    job = replace(job, **asked)
     placement = place(footprint, capped, job)
     if not placement.fits or job.context > reach(facts):
         return None
