@@ -12,6 +12,7 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.units import format_bytes
 from packhorse.engine.engine import Engine
+from packhorse.engine.graphs import StepGraphs
 from packhorse.engine.identity import model_identity
 from packhorse.engine.output import Detokenizer
 from packhorse.engine.runner import Runner
@@ -19,7 +20,9 @@ from packhorse.engine.size import Sizes, size_engine
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
 from packhorse.models.checkpoint import open_checkpoint
+from packhorse.models.experts import join_experts
 from packhorse.models.loader import load_model
+from packhorse.models.model import Model
 from packhorse.store.durable import DurableStore
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
@@ -80,8 +83,9 @@ def load_engine(
         about["page_len"] = str(config.page_len)
         number = 0 if disk is None else disk.add_model(identity, about)
         store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
+    graphs, stepping = step_graphs(model, store, config, sizes)
     engine = Engine(
-        Runner(model),
+        Runner(model, graphs=graphs),
         store,
         sequences=config.sequences,
         chunk_len=config.chunk_len,
@@ -92,7 +96,24 @@ def load_engine(
     planned = f"planned {format_bytes(sizes.total_bytes)}: weights {format_bytes(sizes.weight_bytes)}, KV "
     planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens in pages of "
     planned += f"{config.page_len}"
-    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned))
+    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping))
+
+
+def step_graphs(
+    model: Model, store: KVStore, config: EngineConfig, sizes: Sizes
+) -> tuple[StepGraphs | None, tuple[str, ...]]:
+    """Captured decode steps where the device is a card and there are kernels for the model, and what to say of it."""
+    if config.device == "cpu" or config.exact:
+        return None, ()
+    experts = join_experts(model)
+    why = StepGraphs.misfit(model, store, experts, config.sequences)
+    if why is None and experts is not None:
+        # Their kernels are tested on a card, the captured step around them is not yet.
+        why = "with routed experts they have not been tested on a card yet"
+    if why is not None:
+        return None, (f"decode steps run kernel by kernel, without graphs: {why}",)
+    graphs = StepGraphs(model, store, experts, sequences=config.sequences, max_len=sizes.context)
+    return graphs, ("decode steps are captured graphs",)
 
 
 def open_disk(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from packhorse.core.protocols import DeltaState, KVView, Segment, WeightSource
 from packhorse.core.types import EXACT_ROWS, Span
+from packhorse.engine.graphs import StepGraphs
 from packhorse.engine.sample import token_logprob
 from packhorse.engine.schedule import Step, Work
 from packhorse.models.model import Model
@@ -19,11 +20,18 @@ SCORED_ROWS = 64
 
 
 class Runner:
-    """Token-major schedule: all layers over a step's rows, then the next step."""
+    """Token-major schedule: all layers over a step's rows, then the next step.
 
-    def __init__(self, model: Model, weights: WeightSource | None = None) -> None:
+    graphs: runs the sequences that have one token, where a card has step kernels for the model; prompt chunks of
+    the same step go through the layers by themselves.
+    """
+
+    def __init__(
+        self, model: Model, weights: WeightSource | None = None, graphs: StepGraphs | None = None
+    ) -> None:
         self.model = model
         self.weights = model.weights if weights is None else weights
+        self.graphs = graphs
 
     def spans(self, step: Step) -> Sequence[Span]:
         """The spans whose views `run` needs: the step's, in exact mode cut into buckets."""
@@ -38,15 +46,47 @@ class Runner:
         Reads and writes KV and states through the views; the store completes them afterwards. Where a request
         wants log-probabilities of its prompt, they are appended to its sequence's `prompt_logprobs`.
         """
+        if self.graphs is not None:
+            return self._run_split(step, views, self.graphs)
         ids, positions = self._inputs(step)
         if self.model.exact:
             return self._run_buckets(step, views, ids, positions)
         x = self._layers(self.model.embed(ids), positions, views)
-        for work in step.spans:
+        self._score(step.spans, x)
+        return self.model.head(x[list(step.sample_rows)])
+
+    def _run_split(self, step: Step, views: Sequence[KVView], graphs: StepGraphs) -> Tensor:
+        """Sequences with one token as a replayed graph, then the chunks of the others."""
+        single = [w for w in step.spans if w.length == 1 and not scored_len(w)]
+        chunks = [w for w in step.spans if w.length > 1 or scored_len(w)]
+        logits: dict[int, Tensor] = {}
+        for start in range(0, len(single), graphs.max_sequences):
+            part = single[start : start + graphs.max_sequences]
+            # The next replay writes over what this one gave.
+            rows = graphs.run(part)
+            logits |= zip(
+                (w.row for w in part), rows.clone() if len(single) > len(part) else rows, strict=True
+            )
+        if chunks:
+            start = chunks[0].row
+            moved = [replace(work, row=work.row - start) for work in chunks]
+            num_rows = moved[-1].row + moved[-1].length
+            ids, positions = self._inputs(Step(tuple(moved), num_rows))
+            kept = [PartView(view, {m.row: w for m, w in zip(moved, chunks, strict=True)}) for view in views]
+            x = self._layers(self.model.embed(ids), positions, kept)
+            self._score(moved, x)
+            ends = [work for work in moved if work.samples]
+            if ends:
+                rows = self.model.head(x[[work.last_row for work in ends]])
+                logits |= zip((work.row + start for work in ends), rows, strict=True)
+        found = [logits[work.row] for work in step.spans if work.samples]
+        return torch.stack(found) if found else torch.empty(0, self.model.facts.vocab_size)
+
+    def _score(self, spans: Sequence[Work], x: Tensor) -> None:
+        for work in spans:
             for start in range(0, scored_len(work), SCORED_ROWS):
                 stop = min(start + SCORED_ROWS, scored_len(work))
                 score_prompt(work, start, self.model.head(x[work.row + start : work.row + stop]))
-        return self.model.head(x[list(step.sample_rows)])
 
     def _inputs(self, step: Step) -> tuple[Tensor, Tensor]:
         """Token ids and positions [num_rows]; padding rows hold token 0 at position 0."""
@@ -56,7 +96,7 @@ class Runner:
             rows = slice(span.row, span.row + span.length)
             ids[rows] = torch.tensor(span.token_ids)
             positions[rows] = torch.arange(span.position, span.end)
-        return ids.to(self.model.device), positions.to(self.model.device)
+        return ids.to(self.model.embed_device), positions.to(self.model.device)
 
     def _layers(self, x: Tensor, positions: Tensor, views: Sequence[KVView]) -> Tensor:
         for index, layer in enumerate(self.model.layers):
@@ -71,7 +111,7 @@ class Runner:
             first = part.row - part.row % EXACT_ROWS
             rows = slice(first, first + EXACT_ROWS)
             local = Span(part.slot, part.row - first, part.position, part.length)
-            bucket_views = [BucketView(view, part, (local,)) for view in views]
+            bucket_views = [PartView(view, {local.row: part}, (local,)) for view in views]
             x = self._layers(self.model.embed(ids[rows]), positions[rows], bucket_views)
             last = part.row + part.length - 1
             start = part.row - work.row
@@ -114,13 +154,18 @@ def buckets(span: Span) -> Iterator[Span]:
         position = end
 
 
-@dataclass(frozen=True)
-class BucketView:
-    """One bucket of a step as a step of its own: `span` is its place in the step, `spans` its place here."""
+class PartView:
+    """Some spans of a step as a step of its own. places: by a span's row here, where it is in the step. spans: here;
+    by default those of `places` in the order of their rows."""
 
-    view: KVView
-    span: Span
-    spans: tuple[Span, ...]
+    def __init__(
+        self, view: KVView, places: Mapping[int, Span], spans: tuple[Span, ...] | None = None
+    ) -> None:
+        self.view = view
+        self.places = places
+        self.spans: Sequence[Span] = spans or [
+            Span(place.slot, row, place.position, place.length) for row, place in sorted(places.items())
+        ]
 
     @property
     def rotated(self) -> bool:
@@ -129,12 +174,12 @@ class BucketView:
 
     def write(self, span: Span, k: Tensor, v: Tensor) -> None:
         """See KVView."""
-        self.view.write(self.span, k, v)
+        self.view.write(self.places[span.row], k, v)
 
     def segments(self, span: Span, stop: int) -> Iterator[Segment]:
         """See KVView."""
-        return self.view.segments(self.span, stop)
+        return self.view.segments(self.places[span.row], stop)
 
     def state(self, span: Span) -> DeltaState:
         """See KVView."""
-        return self.view.state(self.span)
+        return self.view.state(self.places[span.row])

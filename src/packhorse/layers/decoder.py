@@ -13,6 +13,14 @@ from packhorse.layers.attention import Attention
 from packhorse.layers.delta_net import DeltaNet
 from packhorse.layers.mlp import Mlp, Moe
 from packhorse.layers.rope import Rope
+from packhorse.layers.step import (
+    LayerStep,
+    attention_step,
+    delta_net_step,
+    mlp_step,
+    moe_step,
+    norm_step,
+)
 
 
 class DecoderLayer:
@@ -23,8 +31,9 @@ class DecoderLayer:
         self.dtype = dtype
         self.is_full = facts.layer_kinds[index] is LayerKind.FULL
         self.mixer = Attention(facts, rope, exact) if self.is_full else DeltaNet(facts, exact)
-        moe = facts.moe if facts.moe_layers[index] else None
-        self.mlp = Mlp() if moe is None else Moe(moe, exact)
+        self.facts = facts
+        self.moe = facts.moe if facts.moe_layers[index] else None
+        self.mlp = Mlp() if self.moe is None else Moe(self.moe, exact)
 
     def __call__(self, x: Tensor, positions: Tensor, kv_view: KVView, weights: LayerWeights) -> Tensor:
         """x [T, H] fp32 -> [T, H] fp32, a new tensor."""
@@ -33,3 +42,15 @@ class DecoderLayer:
         x = x + self.mixer(hidden, positions, kv_view, mixer_weights)
         hidden = rms_norm(x, weights.post_attention_layernorm, self.eps, self.dtype)
         return x + self.mlp(hidden, weights.mlp)
+
+    def step(self, x: Tensor, step: LayerStep, weights: LayerWeights) -> Tensor:
+        """The same for rows of a decode step on a card, without waiting for the host: x [R, H] fp32 -> same."""
+        hidden = norm_step(x, weights.input_layernorm, self.eps, self.dtype)
+        if self.is_full:
+            x = attention_step(self.facts, hidden, x, step, weights.self_attn)
+        else:
+            x = delta_net_step(self.facts, hidden, x, step, weights.linear_attn)
+        hidden = norm_step(x, weights.post_attention_layernorm, self.eps, self.dtype)
+        if self.moe is None:
+            return mlp_step(hidden, x, weights.mlp)
+        return moe_step(self.moe, hidden, x, step, weights.mlp)

@@ -21,5 +21,9 @@ class Rope:
         """Rotate x [T, heads, D] at integer positions [T]."""
         if self._positions is not positions or self._cos_sin is None:
             self._positions = positions
-            self._cos_sin = ref.cos_sin(positions, self.inv_freq, self.factor)
+            self._cos_sin = self.cos_sin(positions)
         return ref.apply_rope(x, *self._cos_sin)
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, rotary_dim / 2] fp32 of integer positions [T], computed anew."""
+        return ref.cos_sin(positions, self.inv_freq, self.factor)

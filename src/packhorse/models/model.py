@@ -20,6 +20,7 @@ from packhorse.kernels.norm.ref import rms_norm
 from packhorse.layers.decoder import DecoderLayer
 from packhorse.layers.linear import Linear, PackedLinear, Piece
 from packhorse.layers.rope import Rope
+from packhorse.layers.step import norm_step, project
 from packhorse.quant.packed import PackedTensor
 
 Weight = Tensor | tuple[Piece, ...]
@@ -47,19 +48,29 @@ class Model:
         self.dtype = dtype
         self.device = device
         self.exact = exact
-        rope = Rope(facts.rope, device)
-        self.layers = [DecoderLayer(facts, i, rope, dtype, exact) for i in range(facts.num_layers)]
+        self.rope = Rope(facts.rope, device)
+        self.layers = [DecoderLayer(facts, i, self.rope, dtype, exact) for i in range(facts.num_layers)]
         self.weights = ResidentWeights([_tree(tensors, f"layers.{i}.") for i in range(facts.num_layers)])
         self._embedding = _whole(tensors["embed"])
         self._norm: Tensor = tensors["norm"]  # type: ignore[assignment]  # norms are never packed
         self._head = _linear(tensors.get("head", tensors["embed"]))
         self.storage_bytes = sum(weight_bytes(weight) for weight in tensors.values())
 
+    @property
+    def embed_device(self) -> torch.device:
+        """Where the embedding lies, and so where `embed` wants its ids."""
+        kept = self._embedding
+        return kept.data.device if isinstance(kept, PackedTensor) else kept.device
+
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [T] int64 -> x [T, H] fp32."""
+        """ids [T] int64, on `embed_device` -> x [T, H] fp32 on the model's device."""
         if isinstance(self._embedding, PackedTensor):
-            return packed.embed(ids, self._embedding)
-        return F.embedding(ids, self._embedding).float()
+            return packed.embed(ids, self._embedding).to(self.device)
+        return F.embedding(ids, self._embedding).float().to(self.device)
+
+    def head_step(self, x: Tensor) -> Tensor:
+        """`head` for the rows of a decode step on a card, at most 16."""
+        return project(self._head, norm_step(x, self._norm, self.facts.rms_eps, self.dtype))
 
     def head(self, x: Tensor) -> Tensor:
         """x [T, H] fp32 -> logits [T, V] fp32."""
