@@ -14,18 +14,22 @@ from gguf_files import converted, metadata_of, random_blocks, write, write_model
 
 import oracle
 from engines import ask, make_engine, one_pass
+from packed_cases import random_codes
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError, WeightsError
+from packhorse.core.formats import PACKED
 from packhorse.core.units import GIB, MIB
 from packhorse.engine.size import size_engine
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.read import read_model
+from packhorse.kernels.linear import int4
+from packhorse.kernels.linear.int4 import Int4Weight
 from packhorse.layers.linear import PackedLinear
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.plan import account
-from packhorse.quant.packed import PackedTensor
+from packhorse.quant.packed import PackedTensor, pack
 
 # Every matrix's inputs are a multiple of 256, so that K-quants hold them; heads of 64 and 6 value heads as always.
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
@@ -220,3 +224,53 @@ def test_what_is_chosen(tmp_path):
         size_engine(bare, EngineConfig(weights="packed"), "fp32", 8 * GIB)
     with pytest.raises(UsageError, match="weights 'half' is not known"):
         EngineConfig(weights="half")
+
+
+def int4_error(packed: PackedTensor, x: torch.Tensor) -> float:
+    """Of torch's int4 product, over the largest value of the reference in fp32."""
+    want = x.float() @ packed.dequantize().T
+    return float((int4.linear(x, int4.from_packed(packed)).float() - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4z-g64", "int4m-g32", "q4_k", "int4-g128"])
+@pytest.mark.parametrize("rows", [16, 80, 272])
+def test_int4_product_of_torch(name, rows):
+    """Near the reference, for the formats that it holds; bf16 scales and sums lose a few parts in a thousand."""
+    form = PACKED[name]
+    assert form.has_int4_product(rows, 512)
+    codes = random_codes(form, rows, 512, rows)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert int4_error(pack(form, codes), x) < 0.02
+    wrong = codes._replace(codes=codes.codes ^ 1)
+    assert float((pack(form, wrong).dequantize() - pack(form, codes).dequantize()).abs().max()) > 0
+
+
+def test_what_torchs_product_cannot_hold():
+    for name, rows, cols in (
+        ("int4-g16", 64, 64),
+        ("int5-g32", 64, 64),
+        ("int4-g32", 24, 64),
+        ("int4-g64", 64, 96),
+    ):
+        assert not PACKED[name].has_int4_product(rows, cols)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5"])
+def test_a_bf16_model_on_a_cpu_takes_torchs_product(family, tmp_path):
+    path = random_file(wide_model(family), tmp_path / "m.gguf", ["Q4_K", "Q8_0"])
+    facts = read_model(path)
+    model = load(path, dtype=torch.bfloat16)
+    assert model.storage_bytes == account.weight_bytes(facts, "bf16", packed=True, cpu=True)
+    layer = model.weights.layer(1)
+    if family == "qwen3_moe":
+        assert isinstance(layer.mlp.experts.gate_up_proj, Int4Weight | PackedTensor)
+    else:
+        kinds = {
+            type(piece.weight)
+            for part in (layer.mlp.gate_up_proj, layer.mlp.down_proj)
+            for piece in part.pieces
+        }
+        assert Int4Weight in kinds
+    exact = one_pass(load(path), IDS)
+    plain = oracle.rms_error(one_pass(load(path, packed=False, dtype=torch.bfloat16), IDS), exact)
+    assert oracle.rms_error(one_pass(model, IDS), exact) < 3 * plain < 0.3

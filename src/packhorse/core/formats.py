@@ -127,6 +127,15 @@ class PackedFormat:
         """Bytes of a matrix [num_rows, num_cols]."""
         return self.num_row_blocks(num_rows) * self.row_bytes(num_cols)
 
+    def has_int4_product(self, num_rows: int, num_cols: int) -> bool:
+        """Whether torch's int4 product of the CPU can hold such a matrix: 4 bits in groups of 32 to 128."""
+        whole = num_cols % self.group_len == 0 and num_rows % TILE_ROWS == 0
+        return self.bits == 4 and self.group_len in (32, 64, 128) and whole
+
+    def int4_bytes(self, num_rows: int, num_cols: int) -> int:
+        """Bytes that it takes for it: codes, and two bf16 numbers a group."""
+        return num_rows * (num_cols // 2 + 4 * (num_cols // self.group_len))
+
     def fits(self, num_cols: int) -> bool:
         """Whether a matrix with K = num_cols can be packed. K-quants fill whole blocks of 256. Padded columns of
         a format with zeros or minima must not share a group with real ones: there they could not mean 0."""

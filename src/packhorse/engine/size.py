@@ -109,7 +109,8 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
     room = available_bytes - LEFT_ALONE - fixed.total_bytes
     pages = ceil_div(config.context or 1, config.page_len) * page_bytes
     packed, note = _keep_packed(facts, config, dtype, room - pages)
-    weight_bytes = account.weight_bytes(facts, dtype, packed=packed)
+    cpu = config.device == "cpu" and not config.exact
+    weight_bytes = account.weight_bytes(facts, dtype, packed=packed, cpu=cpu)
     fixed = replace(fixed, packed=packed, weight_bytes=weight_bytes, notes=note)
     room -= weight_bytes
     if room < page_bytes:

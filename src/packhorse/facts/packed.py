@@ -32,8 +32,18 @@ class PackedMatrix:
     @property
     def num_bytes(self) -> int:
         """Bytes in the kernels' layout."""
-        order = _INDEX_BYTES * self.num_cols if self.permuted else 0
-        return self.num_matrices * self.form.num_bytes(self.num_rows, self.num_cols) + order
+        return self.num_matrices * self.form.num_bytes(self.num_rows, self.num_cols) + self._order_bytes
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes on a CPU that computes in bf16: of torch's int4 layout where that can hold the matrix."""
+        if self.kind == "embeddings" or not self.form.has_int4_product(self.num_rows, self.num_cols):
+            return self.num_bytes
+        return self.num_matrices * self.form.int4_bytes(self.num_rows, self.num_cols) + self._order_bytes
+
+    @property
+    def _order_bytes(self) -> int:
+        return _INDEX_BYTES * self.num_cols if self.permuted else 0
 
 
 def packed_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:

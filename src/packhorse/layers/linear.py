@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packhorse.kernels import dispatch
-from packhorse.quant.packed import PackedTensor
 
 
 @dataclass
@@ -25,10 +24,10 @@ class Linear:
 
 
 class Piece(NamedTuple):
-    """Some rows of a matrix, all stored in one way. inputs: the order [K] in which x's columns meet those of
-    the weight, where the checkpoint's are in another."""
+    """Some rows of a matrix, all stored in one way: Tensor, PackedTensor, or Int4Weight. inputs: the order [K] in
+    which x's columns meet those of the weight, where the checkpoint's are in another."""
 
-    weight: Tensor | PackedTensor
+    weight: Any
     inputs: Tensor | None = None
 
 

@@ -6,6 +6,7 @@ of a GGUF file that is unpacked counts in fp32, and half as much again where gat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from packhorse.core.errors import WeightsError
 from packhorse.core.protocols import CheckpointSource
 from packhorse.facts.model import ModelFacts
+from packhorse.kernels.linear import int4
 from packhorse.layers.linear import Piece
 from packhorse.models.model import Model, Weight
 from packhorse.models.packing import PiecePlan, Run, allocate, fill, plan_pieces
@@ -67,20 +69,26 @@ def load_model(
         weights[param.path] = _prepare(
             param, chosen[param.path], source if packed else None, jobs, dtype, device
         )
+    int4_product = device == "cpu" and dtype == torch.bfloat16 and not exact
+    left = Counter(job.path for here in jobs.values() for job in here if isinstance(job, _Packed))
     names = [name for name in source.shapes if name in jobs]
     for done, name in enumerate(names, start=1):
-        plain = [job for job in jobs[name] if isinstance(job, _Plain)]
+        here = jobs.pop(name)  # so that what is packed is let go of when it has become something else
+        plain = [job for job in here if isinstance(job, _Plain)]
         if plain:
             value = source.read(name)
             _check_values(name, value)
             for to in plain:
                 _check_range(name, value, to.target.dtype)
                 _place(to.target, value, to.part, to.add)
-        for job in jobs[name]:
+        for job in here:
             if isinstance(job, _Packed):
                 inputs = fill(job.weight, job.plan, job.runs)
                 if inputs is not None:
                     weights[job.path] = _with_inputs(weights[job.path], job.weight, inputs.to(device))
+                left[job.path] -= 1
+                if int4_product and not left[job.path] and job.path != "embed":
+                    weights[job.path] = _for_int4_product(weights[job.path])
         if progress is not None:
             progress(done, len(names))
     _check_tied_head(facts, source, weights["embed"])
@@ -135,6 +143,21 @@ def _prepare(
                 here[-1].runs.append(run)
             else:
                 here.append(_Packed(param.path, weight, plan, [run]))
+    return tuple(pieces)
+
+
+def _for_int4_product(weight: Weight) -> Weight:
+    """A parameter whose pieces are in the layout of torch's int4 product where it can hold them."""
+    if isinstance(weight, Tensor):
+        return weight
+    pieces = []
+    for piece in weight:
+        packed = piece.weight
+        if isinstance(packed, PackedTensor) and packed.format.has_int4_product(
+            packed.num_rows, packed.num_cols
+        ):
+            piece = Piece(int4.from_packed(packed), piece.inputs)
+        pieces.append(piece)
     return tuple(pieces)
 
 

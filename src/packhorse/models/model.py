@@ -16,6 +16,7 @@ from torch import Tensor
 from packhorse.core.protocols import LayerWeights
 from packhorse.facts.model import ModelFacts
 from packhorse.kernels.linear import packed
+from packhorse.kernels.linear.int4 import Int4Weight
 from packhorse.kernels.norm.ref import rms_norm
 from packhorse.layers.decoder import DecoderLayer
 from packhorse.layers.linear import Linear, PackedLinear, Piece
@@ -78,9 +79,9 @@ class Model:
         return self._head(hidden).float()
 
 
-def weight_bytes(weight: Weight | PackedTensor) -> int:
+def weight_bytes(weight: Weight | PackedTensor | Int4Weight) -> int:
     """Bytes that a parameter takes."""
-    if isinstance(weight, PackedTensor):
+    if isinstance(weight, PackedTensor | Int4Weight):
         return weight.num_bytes
     if isinstance(weight, Tensor):
         return weight.numel() * weight.element_size()
@@ -88,7 +89,7 @@ def weight_bytes(weight: Weight | PackedTensor) -> int:
     return sum(weight_bytes(part) for part in parts)
 
 
-def _whole(weight: Weight) -> Tensor | PackedTensor:
+def _whole(weight: Weight) -> Any:
     """A parameter that is never in pieces: the embedding, experts."""
     return weight if isinstance(weight, Tensor) else weight[0].weight
 

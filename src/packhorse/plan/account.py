@@ -59,15 +59,17 @@ def snapshot_bytes(facts: ModelFacts, dtype: str) -> int:
     return facts.num_linear_layers * (conv + state)
 
 
-def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False) -> int:
+def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False, cpu: bool = False) -> int:
     """All weights of the text model in the compute type `dtype`; norms, routers, convolutions and decay
-    parameters are fp32 always. packed: matrices that the files hold packed stay so."""
+    parameters are fp32 always. packed: matrices that the files hold packed stay so. cpu: on a CPU outside exact
+    mode, where torch's int4 product has a layout of its own."""
     compute, full = formats.COMPUTE_DTYPES[dtype], formats.COMPUTE_DTYPES["fp32"]
     total = sum(
         (full if group.fp32 else compute).num_bytes(group.num_values) for group in param_groups(facts)
     )
+    int4 = cpu and dtype == "bf16"
     kept = packed_matrices(facts) if packed else ()
-    return total + sum(matrix.num_bytes - compute.num_bytes(matrix.num_values) for matrix in kept)
+    return total + sum((m.cpu_bytes if int4 else m.num_bytes) - compute.num_bytes(m.num_values) for m in kept)
 
 
 def recipe_bytes(facts: ModelFacts, recipe: Recipe) -> dict[str, int]:
