@@ -10,13 +10,11 @@ the device in whole before anybody waits for a disk, so pages are held no longer
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +35,8 @@ from packhorse.store.records import (
     walk,
 )
 from packhorse.store.tier import ComputeTier
+
+Shapes = dict[str, tuple[int, ...]]
 
 EXTENT_BYTES = 4 * MIB
 """Of a record of pages at most, where a page is not larger."""
@@ -91,22 +91,21 @@ class KeepJob:
 
 
 class WritingThread:
-    """Runs what it is given, one after the other. `backlog`: bytes that wait."""
+    """Calls what it is given, one after the other, in a thread of its own. Used from one thread."""
 
     def __init__(self) -> None:
-        self.backlog = 0
-        self._queue: queue.SimpleQueue[tuple[int, Callable[..., Any], tuple[Any, ...]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._changed = threading.Condition()
-        self._waiting = 0
-        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._pending: deque[tuple[Future[Any], int]] = deque()
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait, or are being written. From any thread."""
+        return sum(num_bytes for future, num_bytes in list(self._pending) if not future.done())
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return self._waiting == 0
+        return all(future.done() for future, _ in self._pending)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes may wait now."""
@@ -114,33 +113,27 @@ class WritingThread:
 
     def submit(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> None:
         """To be called after everything given before."""
-        with self._changed:
-            self.backlog += num_bytes
-            self._waiting += 1
-        self._queue.put((num_bytes, function, args))
+        self._pending.append((self._pool.submit(function, *args), num_bytes))
+        while self._pending and self._pending[0][0].done():
+            self._settle()
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Until `done()`; it is asked after each call that has ended."""
-        with self._changed:
-            self._changed.wait_for(done)
+        """Until `done()`, which a call that ends may make true."""
+        while not done():
+            self._settle()
 
     def close(self) -> None:
         """End after what waits."""
-        self._queue.put(None)
-        self._thread.join()
+        self.wait(lambda: not self._pending)
+        self._pool.shutdown()
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            num_bytes, function, args = item
-            try:
-                function(*args)
-            except Exception:  # a fault of ours must not end the thread that others wait for
-                traceback.print_exc()
-            del item, args
-            with self._changed:
-                self.backlog -= num_bytes
-                self._waiting -= 1
-                self._changed.notify_all()
+    def _settle(self) -> None:
+        """Wait for the first call's end."""
+        future, _ = self._pending[0]
+        error = future.exception()
+        if error is not None:  # a fault of ours, which must not end the engine
+            traceback.print_exception(error)
+        self._pending.popleft()
 
 
 class LowerTiers:
@@ -194,8 +187,7 @@ class LowerTiers:
     @property
     def backlog_bytes(self) -> int:
         """Bytes copied and not yet on disk."""
-        waiting = sum(image.record.num_bytes for image in self._batch)
-        return waiting + (self._writer.backlog if self._writer is not None else 0)
+        return self._batched_bytes + (self._writer.backlog if self._writer is not None else 0)
 
     @property
     def is_behind(self) -> bool:
@@ -341,36 +333,44 @@ class LowerTiers:
         try:
             self._demote_pages(entry, entry.parent.key)
             if entry.snapshot is not None:
-                self._demote_state(entry)
+                self._demote(*self._state_record(entry), entry.snapshot)
         except OSError:  # the system has no memory for it, and nobody waits for it
             self.counters["failed_demotions"] += 1
 
     def _demote_pages(self, entry: Entry, key: bytes) -> None:
-        page_len = self._tier.geometry.page_len
-        first = 0
+        first, start = 0, entry.start // self._tier.geometry.page_len
         while first < len(entry.page_ids):
-            count = self._extent(entry.start // page_len + first, len(entry.page_ids) - first)
+            count = self._extent(start + first, len(entry.page_ids) - first)
             tokens = entry.tokens[first * self._page_bytes : (first + count) * self._page_bytes]
             stop_key = list(chain_values(key, tokens, 0, count, self._page_bytes, self._chain))[-1]
-            start = entry.start + first * page_len
-            record = Record(Kind.PAGES, key, stop_key, start, start + count * page_len, tokens)
-            shapes = transfer.pages_shapes(self._tier.geometry, count)
-            if not self.ram.has(record) and self.ram.make_room(Image.size(record, shapes)):
-                image = Image.make(record, shapes)
-                transfer.save_pages(self._tier, entry.page_ids[first : first + count], image)
-                self.ram.put(image)
-                self.counters["demoted_bytes"] += image.record.num_bytes
+            page_ids = entry.page_ids[first : first + count]
+            self._demote(*self._pages_record(key, stop_key, start + first, tokens), page_ids)
             key, first = stop_key, first + count
 
-    def _demote_state(self, entry: Entry) -> None:
-        assert entry.snapshot is not None
-        record = Record(Kind.STATE, entry.key, entry.key, entry.stop, entry.stop, b"")
-        shapes = transfer.state_shapes(self._tier.geometry)
+    def _demote(self, record: Record, shapes: Shapes, source: Sequence[int] | int) -> None:
+        """source: the pages, or the state slot."""
         if not self.ram.has(record) and self.ram.make_room(Image.size(record, shapes)):
-            image = Image.make(record, shapes)
-            transfer.save_state(self._tier, entry.snapshot, image)
+            image = self._save(record, shapes, source)
             self.ram.put(image)
             self.counters["demoted_bytes"] += image.record.num_bytes
+
+    def _save(self, record: Record, shapes: Shapes, source: Sequence[int] | int) -> Image:
+        image = Image.make(record, shapes)
+        if isinstance(source, int):
+            transfer.save_state(self._tier, source, image)
+        else:
+            transfer.save_pages(self._tier, source, image)
+        return image
+
+    def _pages_record(self, key: bytes, stop_key: bytes, first: int, tokens: bytes) -> tuple[Record, Shapes]:
+        """The record of pages from page `first` of a chain on, and its parts."""
+        page_len, count = self._tier.geometry.page_len, len(tokens) // self._page_bytes
+        record = Record(Kind.PAGES, key, stop_key, first * page_len, (first + count) * page_len, tokens)
+        return record, transfer.pages_shapes(self._tier.geometry, count)
+
+    def _state_record(self, entry: Entry) -> tuple[Record, Shapes]:
+        record = Record(Kind.STATE, entry.key, entry.key, entry.stop, entry.stop, b"")
+        return record, transfer.state_shapes(self._tier.geometry)
 
     def keep(self, job: KeepJob) -> bool:
         """Take a chain to be written; its pages are given back through `release`. False: it is not worth it."""
@@ -428,7 +428,7 @@ class LowerTiers:
 
     @property
     def _batched_bytes(self) -> int:
-        return sum(image.record.num_bytes for image in self._batch)
+        return sum(image.record.num_bytes for image in list(self._batch))
 
     def _begin(self, job: KeepJob) -> bool:
         """Find what of the chain is there already. False: the rest is more than the store may hold."""
@@ -464,22 +464,18 @@ class LowerTiers:
 
     def _copy_next(self, job: KeepJob) -> int:
         """Copy the job's next record, or end the job; bytes copied."""
-        geometry, page_len = self._tier.geometry, self._tier.geometry.page_len
         image: Image | None = None
         if job.next_page < len(job.page_ids):
             first, count = job.next_page, self._extent(job.next_page, len(job.page_ids) - job.next_page)
-            tokens = job.tokens[first * self._page_bytes : (first + count) * self._page_bytes]
-            keys = job.keys[first], job.keys[first + count]
-            record = Record(Kind.PAGES, *keys, first * page_len, (first + count) * page_len, tokens)
-            image = Image.make(record, transfer.pages_shapes(geometry, count))
-            transfer.save_pages(self._tier, job.page_ids[first : first + count], image)
-            job.next_page += count
+            stop = first + count
+            tokens = job.tokens[first * self._page_bytes : stop * self._page_bytes]
+            made = self._pages_record(job.keys[first], job.keys[stop], first, tokens)
+            image = self._save(*made, job.page_ids[first:stop])
+            job.next_page = stop
         elif job.entries:
             entry = job.entries.pop(0)
-            if entry.alive and entry.snapshot is not None:
-                record = Record(Kind.STATE, entry.key, entry.key, entry.stop, entry.stop, b"")
-                image = Image.make(record, transfer.state_shapes(geometry))
-                transfer.save_state(self._tier, entry.snapshot, image)
+            if entry.alive and entry.snapshot is not None:  # it may have been given up meanwhile
+                image = self._save(*self._state_record(entry), entry.snapshot)
         else:
             self._finish(job, written=True)
         if image is None:
