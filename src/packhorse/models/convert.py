@@ -33,13 +33,14 @@ from packhorse.facts.safetensors_header import INDEX
 from packhorse.facts.weights import class_of
 from packhorse.models.raw import read_plain
 from packhorse.models.writer import TensorSpec, shard_bytes, shard_name, write_index, write_json, write_shard
-from packhorse.quant.packed import SLICE_LEN
 from packhorse.quant.rounding import nibbles, round_groups
 
 RECIPES = {"int4-rtn": 4, "int8-rtn": 8}
 """Bits of what is packed, by recipe."""
 GROUP_LEN = 128
 SHARD_BYTES = 2 * GIB
+_SLICE_LEN = 1 << 18
+"""Values rounded at a time: what is tried on them stays in cache."""
 STATE = "convert.json"
 """There while a conversion is under way: what it converts, and how."""
 _CLASSES = ("attention", "delta_net", "experts", "shared_expert", "mlp")
@@ -216,7 +217,7 @@ def _values(tensor: TensorFacts, conversion: Conversion) -> Iterator[Tensor]:
         matrix = matrix if rows is None else matrix[rows]
         words = torch.empty(N, matrix.shape[1] * bits // 8, dtype=torch.uint8)
         scales = torch.empty(N, matrix.shape[1] // GROUP_LEN, dtype=torch.float16)
-        step = max(1, SLICE_LEN // matrix.shape[1])
+        step = max(1, _SLICE_LEN // matrix.shape[1])
         for start in range(0, N, step):
             part = matrix[start : start + step]
             if not part.isfinite().all():
