@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from packhorse.core.errors import UsageError
-from packhorse.core.types import LayerKind
+from packhorse.core.types import PAGE_LEN, LayerKind
 from packhorse.core.units import ceil_div
 from packhorse.engine.schedule import Work
 from packhorse.kernels.attention.cuda import DecodeBatch, PagedAttention
@@ -80,6 +80,8 @@ class StepGraphs:
         facts = model.facts
         if store.geometry.codec.name == "fp32":
             return "KV is kept in fp32"
+        if store.page_len != PAGE_LEN:
+            return f"pages hold {store.page_len} tokens, not {PAGE_LEN}"
         if sequences > BUCKETS[-1]:
             return f"{sequences} sequences are more than {BUCKETS[-1]}"
         if any(facts.moe_layers) and experts is None:
