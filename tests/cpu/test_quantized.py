@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import oracle
 from engines import one_pass
+from packhorse.cli import main as cli
 from packhorse.core.errors import PackhorseError, UnsupportedModelError, WeightsError
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.read import read_model
@@ -482,3 +483,17 @@ def test_checkpoints_of_the_compressed_tensors_library(folder, packed):
     model = load(folder, packed=packed)
     assert oracle.relative_error(one_pass(model, list(range(3, 27))), want) < oracle.BOUND
     assert any(True for _ in packed_matrices(read_model(folder)))
+
+
+def test_inspect_shows_classes_formats_and_bytes(small_folders, capsys):
+    facts = read_model(small_folders["compressed"])
+    assert cli.run(["inspect", str(facts.path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    matrices = list(packed_matrices(facts))
+    assert set(document["packed_bytes"]) == {"int4-g32"}
+    assert document["packed_bytes"]["int4-g32"] == {
+        kind: sum(m.num_bytes for m in matrices if m.kind == kind) for kind in ("attention", "experts")
+    }
+    assert document["bytes_by_format"]["I32"] > document["bytes_by_format"]["F16"] > 0
+    assert cli.run(["inspect", str(facts.path)]) == 0
+    assert "packed int4-g32" in capsys.readouterr().out

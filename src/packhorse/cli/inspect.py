@@ -19,6 +19,7 @@ from packhorse.cli.common import (
 from packhorse.core.errors import PackhorseError
 from packhorse.core.units import format_bytes
 from packhorse.facts.model import ModelFacts
+from packhorse.facts.packed import packed_matrices
 from packhorse.facts.read import read_model
 from packhorse.facts.weights import expected_params, weight_classes
 from packhorse.plan.account import kv_token_bytes, snapshot_bytes
@@ -41,10 +42,15 @@ def command(
 
 
 def describe(facts: ModelFacts) -> dict[str, Any]:
-    """The facts as a JSON-ready document. Bytes in bytes; per-token and per-sequence sizes in bf16."""
+    """The facts as a JSON-ready document. Bytes in bytes; per-token and per-sequence sizes in bf16. packed_bytes: what
+    can stay packed, in the kernels' layout, by format and class."""
     formats: dict[str, int] = {}
     for tensor in facts.tensors.values():
         formats[tensor.format.name] = formats.get(tensor.format.name, 0) + tensor.num_bytes
+    packed: dict[str, dict[str, int]] = {}
+    for matrix in packed_matrices(facts):
+        kinds = packed.setdefault(matrix.form.name, {})
+        kinds[matrix.kind] = kinds.get(matrix.kind, 0) + matrix.num_bytes
     return {
         "name": facts.name,
         "path": str(facts.path),
@@ -84,6 +90,7 @@ def describe(facts: ModelFacts) -> dict[str, Any]:
         "tensor_bytes": facts.file_bytes,
         "bytes_by_class": weight_classes(facts),
         "bytes_by_format": dict(sorted(formats.items(), key=lambda item: -item[1])),
+        "packed_bytes": packed,
         "kv_bytes_per_token": kv_token_bytes(facts, KV_CODEC),
         "state_bytes_per_sequence": snapshot_bytes(facts, KV_CODEC),
         **_text_part(facts),
@@ -168,6 +175,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("rope", f"theta {rope['theta']:,.0f}, {rope['rotary_dim']} dims{scaled}"))
     rows.append(("weights", _bytes_text(facts["tensor_bytes"], facts["bytes_by_class"])))
     rows.append(("stored as", _bytes_text(None, facts["bytes_by_format"])))
+    for form, kinds in facts["packed_bytes"].items():
+        rows.append((f"packed {form}", _bytes_text(sum(kinds.values()), kinds)))
     rows.append(("KV", f"{format_bytes(facts['kv_bytes_per_token'])} a token in {KV_CODEC}"))
     if facts["state_bytes_per_sequence"]:
         rows.append(("state", f"{format_bytes(facts['state_bytes_per_sequence'])} a sequence"))
