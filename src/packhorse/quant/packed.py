@@ -24,6 +24,9 @@ SLICE_LEN = 1 << 20
 """Codes worked on at a time, so that intermediate values stay in cache and never double a matrix."""
 _PAIRS = TILE_ROWS // 2
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
+_SECONDS = 0x0000FF000000FF00
+_OUTER = -0x00FFFF0000FFFF01
+"""The first and last byte of each four, as a signed number."""
 
 
 class Codes(NamedTuple):
@@ -208,9 +211,9 @@ def pack_blocks(form: PackedFormat, codes: Codes, out: Tensor) -> None:
         planes = [q]
     else:
         low = q if form.bits == 4 else q & 15
-        planes = [_row_pairs(low)]
+        planes = [_swapped(_row_pairs(low))]
         if form.bits > 4:
-            planes.append(_high_plane(_row_pairs(q >> 4), form.bits - 4))
+            planes.append(_swapped(_high_plane(_row_pairs(q >> 4), form.bits - 4)))
     for header, tiles, blocks, columns in _regions(form, out, num_cols):
         header.copy_(headers[:, blocks])
         start = 0
@@ -245,9 +248,9 @@ def unpack_blocks(form: PackedFormat, blocks: Tensor, num_cols: int) -> Codes:
             size = TILE_ROWS * TILE_COLS if form.bits == 8 else _PAIRS * part.shape[-1]
             _from_tiles(tiles[..., start : start + size], part)
             start += size
-    q = planes[0] if form.bits == 8 else _two_rows(planes[0])
+    q = planes[0] if form.bits == 8 else _two_rows(_swapped(planes[0]))
     if len(planes) > 1:
-        q |= _two_rows(_from_high_plane(planes[1], form.bits - 4)) << 4
+        q |= _two_rows(_from_high_plane(_swapped(planes[1]), form.bits - 4)) << 4
     codes = q.view(R * TILE_ROWS, width)[:, :num_cols]
     return Codes(codes, *_from_headers(form, headers, num_cols))
 
@@ -262,6 +265,13 @@ def _two_rows(pairs: Tensor) -> Tensor:
     """The inverse of `_row_pairs`."""
     wide = pairs.view(torch.int64)
     return torch.stack((wide & _LOW_NIBBLES, (wide >> 4) & _LOW_NIBBLES), dim=1).view(torch.uint8)
+
+
+def _swapped(plane: Tensor) -> Tensor:
+    """Bytes of a plane with the middle two of each four exchanged, two fours at once."""
+    wide = plane.view(torch.int64)
+    left, right = (wide >> 8) & _SECONDS, (wide & _SECONDS) << 8
+    return ((wide & _OUTER) | left | right).view(torch.uint8)
 
 
 def _high_plane(pairs: Tensor, bits: int) -> Tensor:
@@ -286,22 +296,27 @@ def _to_tiles(part: Tensor, tiles: Tensor) -> None:
     """Copy a plane into its place in the tiles, [R, B, T, bytes]. Fewer than 8 bits: [R, 8, B, T, bytes of a
     row pair]; 8 bits: [R, 2, 8, B, T, 64]."""
     if part.ndim == 5:
-        quads = part.unflatten(-1, (-1, 2, 2)).permute(0, 2, 3, 1, 4, 6, 5)
-        tiles.unflatten(-1, quads.shape[3:]).copy_(quads)
+        rows = part.permute(0, 2, 3, 1, 4)
+        tiles.unflatten(-1, rows.shape[3:]).view(torch.int64).copy_(rows.view(torch.int64))
     else:
-        # [R, row half, g, B, T, lane's quarter, step / 2, step % 2, column pair, column]
-        split = part.unflatten(-1, (4, 2, 2, 2, 2)).permute(0, 3, 4, 6, 2, 5, 7, 8, 1, 9)
-        tiles.unflatten(-1, split.shape[3:]).copy_(split)
+        pairs = _column_pairs(part)
+        tiles.view(torch.int16).unflatten(-1, pairs.shape[3:]).copy_(pairs)
 
 
 def _from_tiles(tiles: Tensor, part: Tensor) -> None:
     """The inverse of `_to_tiles`."""
     if part.ndim == 5:
-        quads = part.unflatten(-1, (-1, 2, 2)).permute(0, 2, 3, 1, 4, 6, 5)
-        quads.copy_(tiles.unflatten(-1, quads.shape[3:]))
+        rows = part.permute(0, 2, 3, 1, 4)
+        rows.view(torch.int64).copy_(tiles.unflatten(-1, rows.shape[3:]).view(torch.int64))
     else:
-        split = part.unflatten(-1, (4, 2, 2, 2, 2)).permute(0, 3, 4, 6, 2, 5, 7, 8, 1, 9)
-        split.copy_(tiles.unflatten(-1, split.shape[3:]))
+        pairs = _column_pairs(part)
+        pairs.copy_(tiles.view(torch.int16).unflatten(-1, pairs.shape[3:]))
+
+
+def _column_pairs(part: Tensor) -> Tensor:
+    """A plane of 8 bits [R, row half, g, B, T, 64] as pairs of columns in the order of its tiles: [R, B, T, step / 2,
+    g, lane's quarter, step % 2, pair, row half] int16, a view."""
+    return part.view(torch.int16).unflatten(-1, (4, 2, 2, 2)).permute(0, 3, 4, 6, 2, 5, 7, 8, 1)
 
 
 def _headers(form: PackedFormat, codes: Codes, num_blocks: int) -> Tensor:
