@@ -6,10 +6,12 @@ turn; without one it answers as its weights say. Its prompts are read by the rea
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -93,6 +95,7 @@ TOKENIZER = _byte_tokenizer()
 def folder(family: str = "qwen3_5", template: str = TEMPLATE, context: int = 8192) -> Path:
     """A checkpoint folder, one a process; nobody may change it."""
     path = Path(tempfile.mkdtemp(prefix="packhorse-server-")) / NAME
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
     model = oracle.make_model(
         family, vocab_size=VOCAB, eos_token_id=257, bos_token_id=None, max_position_embeddings=context
     )

@@ -83,10 +83,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-                return
+        if scope["type"] != "http":  # its lifespan: web sockets are off
             await self.app(scope, receive, send)
             return
         call = Call(f"req-{uuid.uuid4().hex[:24]}", scope["method"], scope["path"])

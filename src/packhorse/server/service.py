@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -200,7 +200,7 @@ class _Answer:
         self.job: Job | None = None
         self.reply: Reply | None = None
 
-    async def frames(self, prepare: Prepare, options: Mapping[str, bool]) -> AsyncIterator[bytes]:
+    async def frames(self, prepare: Prepare, options: Mapping[str, bool]) -> AsyncGenerator[bytes]:
         """Raises what preparing, queueing and computing raise. options: those of Reply."""
         asked, service = self.asked, self.service
         prepared = await service.prepare(prepare, asked, self.call.id)

@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -43,7 +43,7 @@ class LongResponse(Response):
 
     def __init__(
         self,
-        frames: AsyncIterator[bytes],
+        frames: AsyncGenerator[bytes],
         *,
         request_id: str,
         sse: bool,
@@ -74,7 +74,7 @@ class LongResponse(Response):
         finally:
             gone.cancel()
             self.on_close(not finished, self._error)
-            await _close(self.frames)
+            await self.frames.aclose()
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Future[None]) -> bool:
         """Whether everything was sent."""
@@ -144,9 +144,3 @@ def sse_frame(document: Any) -> bytes:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _close(frames: AsyncIterator[bytes]) -> None:
-    close = getattr(frames, "aclose", None)
-    if close is not None:
-        await close()
