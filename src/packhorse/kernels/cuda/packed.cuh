@@ -178,6 +178,12 @@ __device__ __forceinline__ u32 as_bits(__half2 v) { return *reinterpret_cast<u32
 #endif
 __device__ __forceinline__ u32 add(u32 a, u32 b) { return as_bits(__hadd2(as_pair(a), as_pair(b))); }
 __device__ __forceinline__ u32 mul(u32 a, u32 b) { return as_bits(__hmul2(as_pair(a), as_pair(b))); }
+// (x & mask) | bits in one instruction; written with C's operators it takes two, one for each constant.
+__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(x), "r"(mask), "r"(bits));
+    return v;
+}
 __device__ __forceinline__ u32 fma(u32 a, u32 b, u32 c) {
     return as_bits(__hfma2(as_pair(a), as_pair(b), as_pair(c)));
 }
@@ -208,7 +214,7 @@ __device__ __forceinline__ void decode(const u32 (&w)[BITS], int j, const Scale&
             const u32 x = __byte_perm(w[2 * j + p / 2], 0, p & 1 ? 0x4342 : 0x4140);
 #if BF16
             // Seven bits fit under the exponent; the eighth decides whether 128 or 256 is taken away: q - 128.
-            v = as_bits(__hsub2(as_pair((x & 0x007f007fu) | 0x43004300u), as_pair((x & 0x00800080u) ^ 0x43804380u)));
+            v = as_bits(__hsub2(as_pair(and_or(x, 0x007f007fu, 0x43004300u)), as_pair((x & 0x00800080u) ^ 0x43804380u)));
             if constexpr (KIND != SYMMETRIC) v = add(v, s.less[row]);
 #else
             v = add(x | 0x64006400u, s.less[row]);
@@ -216,12 +222,12 @@ __device__ __forceinline__ void decode(const u32 (&w)[BITS], int j, const Scale&
         } else if constexpr (HIGH_IN_PLACE) {
             const u32 x = p < 2 ? w[j] : w[j] >> 8;
             if (p & 1) {
-                v = fma((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, s.less[1]);
+                v = fma(and_or(x, 0x00f000f0u, 0x64006400u), 0x2c002c00u, s.less[1]);
             } else {
-                v = add((x & 0x000f000fu) | 0x64006400u, s.less[0]);
+                v = add(and_or(x, 0x000f000fu, 0x64006400u), s.less[0]);
             }
         } else {
-            u32 x = (w[j] >> (4 * p)) & 0x000f000fu;
+            u32 x = and_or(w[j] >> (4 * p), 0x000f000fu, BF16 ? 0x43004300u : 0x64006400u);
             if constexpr (BITS == 5) {
                 const int shift = 4 * p + j - 4;  // to bit 4
                 x |= (shift < 0 ? w[4] << -shift : w[4] >> shift) & 0x00100010u;
@@ -230,7 +236,7 @@ __device__ __forceinline__ void decode(const u32 (&w)[BITS], int j, const Scale&
                 const int shift = 4 * p + 2 * (j & 1) - 4;
                 x |= (shift < 0 ? w[4 + j / 2] << -shift : w[4 + j / 2] >> shift) & 0x00300030u;
             }
-            v = add(x | (BF16 ? 0x43004300u : 0x64006400u), s.less[row]);
+            v = add(x, s.less[row]);
         }
         if constexpr (KIND == MINIMUM || KIND == K_QUANT) {
             v = fma(v, s.value[row], s.minimum[row]);

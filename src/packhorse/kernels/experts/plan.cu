@@ -1,13 +1,23 @@
 // Router's choice and the order of its routes: one block, up to 16 tokens, 512 experts, 160 routes.
 #include "plan.cuh"
 
-// The best of `key` over a warp's lanes, in all of them.
-__device__ __forceinline__ u64 warp_max(u64 key) {
-    for (int step = 16; step; step >>= 1) {
-        const u64 other = __shfl_xor_sync(~0u, key, step);
-        key = other > key ? other : key;
-    }
-    return key;
+// The largest of a warp's values, in all lanes.
+__device__ __forceinline__ u32 warp_max(u32 value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, value);
+#else
+    for (int step = 16; step; step >>= 1) value = max(value, __shfl_xor_sync(~0u, value, step));
+    return value;
+#endif
+}
+
+// Floats in the order of their bits, and back.
+__device__ __forceinline__ u32 ordered(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float unordered(u32 key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
 // Softmax of logits [T, E] over all, the top_k best in order (equal ones: the lower first), divided by their sum if
@@ -27,43 +37,37 @@ extern "C" __global__ void __launch_bounds__(512)
     wait_for_previous();
     if (logits != nullptr) {
         if (warp < num_tokens) {
-            float v[PER_LANE], sum = 0;
-            u64 best = 0;  // order of the value << 32 | order of the index
+            // A lane holds experts lane, lane + 32, ..; 0 stands for none.
+            u32 keys[PER_LANE], taken = 0, best = 0;
+            int best_expert = 0;
+            const auto find_best = [&] {
+                best = 0;
+#pragma unroll
+                for (int i = 0; i < PER_LANE; i++)
+                    if (keys[i] > best && !(taken >> i & 1)) best = keys[i], best_expert = lane + 32 * i;
+            };
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++) {
                 const int e = lane + 32 * i;
-                v[i] = e < num_experts ? logits[warp * num_experts + e] : __int_as_float(0xff800000);
+                keys[i] = e < num_experts ? ordered(logits[warp * num_experts + e]) : 0;
             }
-            const auto key = [&](int i) {
-                const int e = lane + 32 * i;
-                const u32 bits = __float_as_uint(v[i]);
-                const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-                return e < num_experts ? (u64)ordered << 32 | (u32)(MAX_EXPERTS - e) : 0ull;
-            };
-#pragma unroll
-            for (int i = 0; i < PER_LANE; i++) best = key(i) > best ? key(i) : best;
-            u64 winner = warp_max(best);
-            const u32 top = (u32)(winner >> 32);
-            const float highest = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
-#pragma unroll
-            for (int i = 0; i < PER_LANE; i++) sum += __expf(v[i] - highest);
-            for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-            float mine = 0, total = 0;  // lane r has the r-th best's weight
+            find_best();
+            u32 winner = warp_max(best);
+            const float highest = unordered(winner);
+            float sum = 0, mine = 0, total = 0;  // lane r has the weight of the r-th best
             int expert = 0;
-            u32 taken = 0;
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++)
+                if (keys[i]) sum += __expf(unordered(keys[i]) - highest);
+            for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
             for (int r = 0; r < top_k; r++) {
-                const u32 order = (u32)(winner >> 32);
-                const float value = __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
-                const int e = MAX_EXPERTS - (int)(u32)winner;
-                const float weight = __expf(value - highest) / sum;
+                const int e = MAX_EXPERTS - warp_max(best == winner ? MAX_EXPERTS - best_expert : 0);
+                const float weight = __expf(unordered(winner) - highest) / sum;
                 total += weight;
                 if (lane == r) mine = weight, expert = e;
                 if (lane == (e & 31)) {
                     taken |= 1u << (e >> 5);
-                    best = 0;
-#pragma unroll
-                    for (int i = 0; i < PER_LANE; i++)
-                        if (!(taken >> i & 1) && key(i) > best) best = key(i);
+                    find_best();
                 }
                 winner = warp_max(best);
             }
