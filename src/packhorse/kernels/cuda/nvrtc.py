@@ -24,6 +24,7 @@ from packhorse.core.errors import CompileError, CompilerMissingError, Unsupporte
 KERNELS = Path(__file__).parents[1]
 MIN_ARCH = 75
 _DIGEST_BYTES = 32
+_STANDARD = "c++17"
 
 
 @dataclass(frozen=True)
@@ -143,19 +144,9 @@ def include_dir() -> str:
     return str(found)
 
 
-def options(variant: Variant, target: Target) -> list[str]:
-    """What the compiler is told, but for folders."""
-    kind = "compute" if target.ptx else "sm"
-    return [
-        f"--gpu-architecture={kind}_{target.arch}",
-        "--std=c++17",
-        *(f"-D{name}={value}" for name, value in variant.defines),
-    ]
-
-
 def cache_key(variant: Variant, target: Target) -> str:
     """Name of the compiled code: a hash over all that it is made of."""
-    seed = repr((compiler_version(), options(variant, target), include_dir())).encode()
+    seed = repr((compiler_version(), include_dir(), _STANDARD, target, variant.defines)).encode()
     state = hashlib.blake2b(seed, digest_size=20)
     for path in (KERNELS / variant.source, *sorted(KERNELS.glob("cuda/*.cuh"))):
         state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -185,7 +176,7 @@ def compile_code(variant: Variant, target: Target) -> tuple[bytes, str]:
             ProgramOptions(
                 name=str(path),
                 arch=f"{'compute' if target.ptx else 'sm'}_{target.arch}",
-                std="c++17",
+                std=_STANDARD,
                 define_macro=[(name, str(value)) for name, value in variant.defines] or None,
                 include_path=[str(KERNELS / "cuda"), include_dir()],
                 ptxas_options=None if target.ptx else "-v",
