@@ -181,6 +181,28 @@ def test_a_process_that_ends_at_any_step(tmp_path, step):
         check_found(store, n)
 
 
+def test_what_is_said_to_be_durable_was_synced_before(tmp_path):
+    """The file before it gets its name, the folder before the row."""
+
+    class Noting(FileSystem):
+        def __init__(self):
+            self.events = []
+
+        def reached(self, step):
+            self.events.append(step)
+
+        def fsync(self, fd):
+            self.events.append("sync " + ("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file"))
+
+    files = Noting()
+    store, model = numbers.open_store(tmp_path / "s", files=files)
+    files.events.clear()
+    assert store.write(model, [numbers.image(0)])
+    steps = "opened, written, sync file, synced, renamed, sync folder, folder synced, committed"
+    assert files.events == steps.split(", ")
+    assert store._writer.execute("PRAGMA synchronous").fetchone() == (2,), "commits are synced too"
+
+
 def kill_at_random(folder: Path, times: int, seed: int) -> None:
     """Kill a writing process again and again: what it has said is durable is, and nothing else is left."""
     random, said, opened = Random(seed), set(), []

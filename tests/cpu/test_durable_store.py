@@ -251,6 +251,24 @@ def test_pages_wait_for_no_disk(tmp_path):
         assert run(store, tokens(44, seed)) == 40
 
 
+def test_snapshots_given_up_before_they_are_copied(tmp_path):
+    """What waits to be written may lose its snapshots to others: then they are not written, never another's."""
+    prompts = [tokens(41, 1), tokens(41, 2)]
+    store = make(tmp_path / "s", "hybrid", num_pages=40, snapshots=3)
+    for prompt in prompts:
+        sequence = store.open(prompt, 42, [12, 24, 36])
+        model.prefill(store, sequence)
+        store.close(sequence)
+    assert len(store.lower._jobs) == 2 and store.stats.thinned_entries + store.stats.evicted_entries > 0
+    flush(store)
+    store.close_tiers()
+    store = make(tmp_path / "s", "hybrid", num_pages=40)
+    for prompt in prompts:
+        run(store, prompt)
+        run(store, prompt[:25])
+    assert store.lower.counters["hits_disk"] >= 1
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_walk_over_all_tiers(tmp_path, kind, seed):
