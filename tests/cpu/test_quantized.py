@@ -449,6 +449,22 @@ def test_two_kinds_of_one_weight_are_refused(small_folders, tmp_path):
         load(folder)
 
 
+def test_scales_of_activations_are_left_out_and_an_order_is_not(small_folders, tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(small_folders["compressed"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    spare = {
+        "model.layers.0.self_attn.q_proj.input_scale": torch.ones(1),
+        "model.layers.0.self_attn.k_scale": torch.ones(1),
+    }
+    save_file(tensors | spare, folder / "model.safetensors")
+    assert torch.equal(one_pass(load(folder), IDS), one_pass(load(small_folders["compressed"]), IDS))
+    order = {"model.layers.0.self_attn.q_proj.weight_g_idx": (torch.arange(128) // 32).flip(0).int()}
+    save_file(tensors | order, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match="the declaration says that it has none"):
+        load(folder)
+
+
 def test_dynamic_rules_and_groups_of_a_declaration(tmp_path):
     """Modules of one file in several ways: 8 bits where a rule says so, and modules a rule leaves out."""
     model = wide_model("qwen3")

@@ -67,22 +67,29 @@ from packhorse.models.loader import load_model
 facts = read_model(sys.argv[1])
 before = psutil.Process().memory_info().rss
 model = load_model(facts, open_checkpoint(facts), dtype=torch.bfloat16, packed=True)
-print(json.dumps([psutil.Process().memory_info().rss - before, facts.file_bytes, model.storage_bytes]))
+# Not getrusage: that counts the process that this one was forked from too.
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+peak = 1024 * int(status["VmHWM"].split()[0]) - before
+added = psutil.Process().memory_info().rss - before
+print(json.dumps([added, peak, facts.file_bytes, model.storage_bytes]))
 """
 
 
 def test_packed_bits_give_the_same_perplexity_in_no_more_memory(ids):
-    """Without a copy in 16 bits: fp32 to the digits, bf16 (torch's int4 product) within 0.05 % of its own unpacked
-    run; and what loading adds to a process is the file, 5 % of it and what the allocator keeps."""
-    facts = read_model(smollm2())
+    """Without a copy in 16 bits: fp32 to the digits; bf16 (torch's int4 product) as near as bf16 is to itself, whose
+    roundings alone move this by 0.1 %; what loading adds to a process is the file, 5 % of it and what the allocator
+    keeps."""
+    facts, ids = read_model(smollm2()), ids[:512]
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         for packed in (True, False):
             model = load_model(facts, open_checkpoint(facts), dtype=dtype, packed=packed)
             found[dtype, packed] = perplexity(one_pass(model, ids), ids)
     assert found[torch.float32, True] == pytest.approx(found[torch.float32, False], rel=1e-6)
-    assert found[torch.bfloat16, True] == pytest.approx(found[torch.bfloat16, False], rel=5e-4)
+    assert found[torch.bfloat16, True] == pytest.approx(found[torch.bfloat16, False], rel=3e-3)
     run = [sys.executable, "-c", _MEMORY, str(smollm2())]
-    added, file_bytes, kept = json.loads(subprocess.run(run, check=True, capture_output=True).stdout)
+    added, peak, file_bytes, kept = json.loads(subprocess.run(run, check=True, capture_output=True).stdout)
     assert kept <= 1.05 * file_bytes
     assert added <= 1.05 * file_bytes + 32 * 2**20
+    # While loading: its largest tensor as the file has it, and slices.
+    assert peak <= kept + max(tensor.num_bytes for tensor in facts.tensors.values()) + 48 * 2**20

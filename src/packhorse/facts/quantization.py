@@ -333,7 +333,7 @@ def _pack_quantized(
     }
     if not scheme.symmetric:
         needed["weight_zero_point"] = ((ceil_div(N * scheme.bits, 32), groups), ("I32",))
-    if scheme.permuted:
+    if scheme.permuted or "weight_g_idx" in here:
         needed["weight_g_idx"] = ((K,), ("I32",))
     return needed
 

@@ -84,10 +84,12 @@ class SafetensorsSource:
         return row_codes(matrix, {role: read_plain(tensor) for role, tensor in matrix.tensors.items()})
 
 
-_SPARE = (".g_idx", ".input_scale", ".weight_g_idx", ".k_scale", ".v_scale", ".output_scale")
-"""Left beside packed matrices: scales of activations, which are not packed here, and orders that are none."""
+_SPARE = (".input_scale", ".output_scale")
+_KV_SCALES = (".k_scale", ".v_scale")
+"""Scales of activations and of KV, which are not kept as the checkpoint's maker did."""
 
 
 def _is_left_over(name: str, facts: ModelFacts) -> bool:
-    module = name.rpartition(".")[0]
-    return name.endswith(_SPARE) and f"{module}.weight" in facts.stored
+    """Whether a tensor beside packed matrices is none of the weights."""
+    of_packed = f"{name.rpartition('.')[0]}.weight" in facts.stored
+    return (of_packed and name.endswith(_SPARE)) or (bool(facts.stored) and name.endswith(_KV_SCALES))

@@ -141,7 +141,7 @@ def _compressed(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[Ro
     if "weight_zero_point" in tensors:
         offsets = _zeros(matrix, _unpacked(tensors["weight_zero_point"].t(), bits)[:, :N].t())
     words, scales = tensors["weight_packed"], _scales(matrix, tensors["weight_scale"])
-    order = _order(matrix, tensors["weight_g_idx"]) if matrix.permuted else None
+    order = _order(matrix, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else None
     if order is None and matrix.permuted:
         order = torch.arange(K)
 
