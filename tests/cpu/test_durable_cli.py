@@ -1,5 +1,6 @@
 """packhorse ask --store, again in another engine; packhorse cache."""
 
+import io
 import json
 import re
 import shutil
@@ -56,6 +57,20 @@ def test_ask_again_reads_nothing_again(tmp_path, capsys, hut, family):
     shutil.rmtree(store)
     assert ask(store, hut, "Who is the warden of it?", family=family) == 0
     assert figures(capsys)[2] == other, "what was restored changes no answer"
+
+
+def test_a_chat_goes_on_from_the_store(tmp_path, capsys, hut, monkeypatch):
+    model, store = str(shared_folder("qwen3_5", PLAIN)), tmp_path / "s"
+    args = ["chat", model, *FIXED, "--store", str(store), "--document", str(hut), "--json"]
+    reused = []
+    for _ in range(2):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"How many mules?\nAnd wardens?\n")))
+        assert cli.run(args) == 0
+        turns = json.loads(capsys.readouterr().out)["turns"]
+        reused.append([turn["usage"]["reused_tokens"] for turn in turns])
+    assert reused[0][0] == 0 and min(reused[0][1], *reused[1]) > 900
+    assert ask(store, hut, QUESTION) == 0
+    assert figures(capsys)[1] > 900, "ask finds what chat has read"
 
 
 def changed(tmp_path: Path, what: str) -> Path:

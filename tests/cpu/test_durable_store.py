@@ -234,6 +234,31 @@ def test_a_disk_that_fails_loses_no_request(tmp_path):
     assert run(make(tmp_path / "s"), tokens(40)) == 36
 
 
+def test_what_is_not_found_again_is_trouble(tmp_path, monkeypatch):
+    """A store that takes everything and gives nothing back says so, not years later."""
+    store = make(tmp_path / "s")
+    monkeypatch.setattr(store.lower.disk, "candidates", lambda parents: [])
+    run(store, tokens(40))
+    assert store.lower.counters["not_found_again"] == 1
+    assert "of 10 pages just written 0 are found" in store.lower.trouble
+
+
+def test_want_of_memory_ends_no_request(tmp_path, monkeypatch):
+    store = make(tmp_path / "s", ram=MIB, num_pages=12)
+
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(lower.Image, "make", refuse)
+    for seed in range(3):
+        assert run(store, tokens(40, seed)) == 0
+    assert store.lower.counters["failed_copies"] == 3 and store.lower.counters["failed_demotions"] > 0
+    monkeypatch.undo()
+    run(store, tokens(40, 9))
+    store.close_tiers()
+    assert run(make(tmp_path / "s"), tokens(40, 9)) == 36
+
+
 def test_pages_wait_for_no_disk(tmp_path):
     """A sequence that needs pages which wait to be written gets them: they are copied first."""
     store = make(tmp_path / "s", num_pages=12)
