@@ -96,6 +96,10 @@ def load_engine(
     planned = f"planned {format_bytes(sizes.total_bytes)}: weights {format_bytes(sizes.weight_bytes)}, KV "
     planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens in pages of "
     planned += f"{config.page_len}"
+    if disk is not None:
+        held = format_bytes(disk.usage()["bytes"])
+        planned += f"; the store {disk.folder} holds {held} of {format_bytes(disk.quota)}"
+        planned += ", and was emptied: it was damaged or of an older layout" if disk.counters["emptied"] else ""
     return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping))
 
 
