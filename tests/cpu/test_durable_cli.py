@@ -73,6 +73,20 @@ def test_a_chat_goes_on_from_the_store(tmp_path, capsys, hut, monkeypatch):
     assert figures(capsys)[1] > 900, "ask finds what chat has read"
 
 
+def test_a_store_that_was_emptied_says_so(tmp_path, capsys, hut):
+    store = tmp_path / "s"
+    assert ask(store, hut, QUESTION) == 0
+    assert "was emptied" not in capsys.readouterr().err
+    assert ask(store, hut, QUESTION) == 0
+    assert re.search(r"the store \S+ holds \d+\.\d+ [KM]iB of 64\.00 GiB\n", capsys.readouterr().err)
+    (store / "index.sqlite").write_bytes(b"x" * 8192)
+    assert ask(store, hut, QUESTION) == 0
+    captured = capsys.readouterr().err
+    assert "holds 0 B of 64.00 GiB, and was emptied" in captured and "reused 0," in captured
+    assert ask(store, hut, QUESTION) == 0
+    assert figures(capsys)[1] > 900
+
+
 def changed(tmp_path: Path, what: str) -> Path:
     """The model with one thing about it changed."""
     folder = Path(shutil.copytree(shared_folder("qwen3_5", PLAIN), tmp_path / "model"))

@@ -99,7 +99,8 @@ def load_engine(
     if disk is not None:
         held = format_bytes(disk.usage()["bytes"])
         planned += f"; the store {disk.folder} holds {held} of {format_bytes(disk.quota)}"
-        planned += ", and was emptied: it was damaged or of an older layout" if disk.counters["emptied"] else ""
+        if disk.counters["emptied"]:
+            planned += ", and was emptied: it was damaged or of an older layout"
     return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping))
 
 
