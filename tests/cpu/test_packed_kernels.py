@@ -39,6 +39,8 @@ USUAL = [
     (forms("q4_k")[2], 75),
     (forms("q5_k", torch.bfloat16)[7], 89),
     (forms("q6_k")[6], 86),
+    (forms("q6_k")[7], 120),
+    (forms("int4-g32", torch.bfloat16)[7], 86),
     (forms("int8-g32")[2], 75),
     (forms("int8-g128", torch.bfloat16)[2], 80),
     (forms("fp8-g128")[1], 75),

@@ -53,7 +53,8 @@ __device__ __forceinline__ u32 read4(const unsigned char* p) {
 
 constexpr int UNIT_BYTES = UNIT_BLOCKS * BLOCK_BYTES;
 #define ASYNC (__CUDA_ARCH__ >= 800)
-#define MIN_BLOCKS (ASYNC ? 2 : 1)
+// Blocks that a multiprocessor is to hold at least: where registers allow it.
+#define MIN_BLOCKS (ASYNC && KIND < K_QUANT ? 2 : 1)
 
 constexpr int PAIRS = UNIT_TILES / 2;
 

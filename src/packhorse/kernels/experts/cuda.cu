@@ -87,7 +87,7 @@ __device__ __forceinline__ void down(Ring<1>& ring, const Slot& slot, const unsi
 // Block: 16 outputs of all experts, a warp an expert at a time. out [T, H] fp32 = residual (or nothing) plus the sum,
 // by rank, of weights [T, top_k] times what the experts give for inner, over `factor`. Down of an expert
 // begins at its address + offset + its number * stride. Shared memory: the sums of all routes, [T top_k][TOKEN_FLOATS] in whole lines, and a ring for each warp.
-extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
     expert_down(const int* plan, const float* weights, const unsigned char* inner, const float* residual, float* out,
                 u64* counters, u64 offset, u64 stride, int num_tiles, int num_tokens, int top_k, float factor) {
     extern __shared__ __align__(128) unsigned char shared[];
