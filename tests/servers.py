@@ -159,7 +159,9 @@ class Live:
 
     def chat(self, text: str, **fields: Any) -> httpx.Response:
         messages = fields.pop("messages", [{"role": "user", "content": text}])
-        return self.post("/v1/chat/completions", {"model": NAME, "messages": messages, **fields})
+        # Greedy: a drawn answer without a script may end by itself.
+        greedy = {"model": NAME, "messages": messages, "temperature": 0}
+        return self.post("/v1/chat/completions", greedy | fields)
 
     def stream(self, path: str, document: dict[str, Any]) -> list[Any]:
         """The events of a stream; comments as strings that begin with a colon."""

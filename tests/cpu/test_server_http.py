@@ -58,7 +58,7 @@ def user(text: str) -> dict:
 
 
 def body(**fields) -> dict:
-    return {"model": "tiny", "messages": [user("[[ok]]")]} | fields
+    return {"model": "tiny", "messages": [user("[[ok]]")], "temperature": 0} | fields
 
 
 BAD = [
@@ -182,6 +182,19 @@ def test_progress_of_a_long_prompt_and_signs_of_life(live):
     assert events[-1] == "[DONE]"
     plain = live.stream("/v1/chat/completions", {"messages": prompt})
     assert not any("prompt_progress" in e for e in plain if isinstance(e, dict))
+
+
+def test_signs_of_life_while_others_are_computed(live):
+    """A step takes longer than the interval of the signs, and the call comes in its midst."""
+    live.runner.pace = 1.2
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(live.chat, "[[a]]")
+        live.wait(lambda: snapshot(live).running == 1)
+        time.sleep(0.2)
+        events = live.stream("/v1/chat/completions", body())
+        live.runner.pace = 0.0
+        assert first.result().status_code == 200
+    assert events[:3] == [": keep-alive"] * 3
 
 
 def test_signs_of_life_before_a_whole_answer(live):
@@ -359,12 +372,12 @@ def test_a_step_that_fails_ends_the_request_at_fault_alone(live, monkeypatch):
     what happened."""
     monkeypatch.setattr(live.service, "config", replace(live.service.config, keep_alive=10.0))
     live.runner.pace = 0.05
-    together = []
+    together, go = [], threading.Event()
 
     def fail(step):
         for work in step.spans:
             text = servers.TOKENIZER.decode(list(work.sequence.request.token_ids))
-            if "doomed" in text and len(work.sequence.generated) == 3:
+            if "doomed" in text and len(work.sequence.generated) >= 3 and go.is_set():
                 together.append(len(step.spans))
                 live.runner.pace = 0.0
                 raise RuntimeError("CUDA error: out of memory")
@@ -377,6 +390,8 @@ def test_a_step_that_fails_ends_the_request_at_fault_alone(live, monkeypatch):
         doomed = pool.submit(live.chat, "doomed", max_tokens=300)
         live.wait(lambda: snapshot(live).running == 2)
         waiting = pool.submit(live.chat, "[[so is this]]")
+        live.wait(lambda: snapshot(live).waiting == 1)
+        go.set()
         failed = doomed.result()
     assert failed.status_code == 500 and error_of(failed)["code"] == "step_failed"
     assert "out of memory" in error_of(failed)["message"]

@@ -67,12 +67,8 @@ class Engine:
         """Whether any request is live."""
         return self.scheduler.has_work
 
-    def add(self, request: Request) -> None:
-        """Queue a request; `step` answers it.
-
-        Raises InvalidRequestError for ids outside the vocabulary, and what Scheduler.add raises: then nothing
-        was queued.
-        """
+    def check(self, request: Request) -> None:
+        """Raise what `add` raises over the request by itself. From any thread: nothing is changed."""
         vocab = self.runner.model.facts.vocab_size
         bad = next((t for t in request.token_ids if not 0 <= t < vocab), None)
         if bad is not None:
@@ -88,6 +84,15 @@ class Engine:
                 field="logit_bias",
                 value=bad,
             )
+        self.scheduler.check(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; `step` answers it.
+
+        Raises InvalidRequestError for ids outside the vocabulary, and what Scheduler.add raises: then nothing
+        was queued.
+        """
+        self.check(request)
         self.scheduler.add(request)
         self._samplers[request.id] = Sampler(request)
         self._outputs[request.id] = Output(request.sampling, self._eos_ids, self._detokenizer())

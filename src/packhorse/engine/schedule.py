@@ -218,7 +218,7 @@ class Scheduler:
                 request_id=request.id,
             )
         sequence = Sequence(request)
-        self._check(sequence)
+        self.check(request)
         self._live[request.id] = sequence
         self.waiting.append(sequence)
         return sequence
@@ -264,8 +264,10 @@ class Scheduler:
             num_rows = self._bucket_end(spans[-1].row + spans[-1].length)
         return Step(tuple(spans), num_rows, tuple(refused))
 
-    def _check(self, sequence: Sequence) -> None:
-        request, prompt_len = sequence.request, sequence.prompt_len
+    def check(self, request: Request) -> None:
+        """Raise what `add` raises over the request by itself. From any thread: nothing is changed."""
+        sequence = Sequence(request)
+        prompt_len = sequence.prompt_len
         if not prompt_len:
             raise InvalidRequestError("The prompt is empty.", hint="Give at least one token.")
         for mark in request.marks:

@@ -324,6 +324,7 @@ class Preparer:
                     prompt_logprobs=scored if index == 0 else None,
                 )
             )
+        self.session.engine.check(group[0])
         return group
 
 

@@ -218,9 +218,9 @@ class _Answer:
             **options,
         )
         began = time.monotonic()
+        yield b""
         await service.worker.submit(job)
         self.job, self.reply = job, reply
-        yield b""
         while not reply.done:
             event = await job.events.get()
             deltas = reply.feed(event)

@@ -36,8 +36,8 @@ class BrokenAnswerError(Exception):
 class LongResponse(Response):
     """A response made of frames that come late.
 
-    frames: bytes in order; the first, which may be empty, says that the call has been accepted: before it
-    nothing is sent. An error that they raise becomes an error answer. on_close(gone, error) is called once,
+    frames: bytes in order; the first, which may be empty, says that the call is in order: before it nothing
+    is sent. An error that they raise becomes an error answer. on_close(gone, error) is called once,
     at the end: gone where the client left first, error where the frames ended in one.
     """
 
@@ -61,7 +61,7 @@ class LongResponse(Response):
         self.status_code = 200
         self.background = None
         self.init_headers({**(SSE_HEADERS if sse else JSON_HEADERS), **headers})
-        self._accepted = False
+        self._in_order = False
         self._started = False
         self._error: ApiError | None = None
 
@@ -84,7 +84,7 @@ class LongResponse(Response):
             try:
                 while not step.done():
                     both: set[asyncio.Future[Any]] = {step, gone}
-                    patience = self.keep_alive if self._accepted else None
+                    patience = self.keep_alive if self._in_order else None
                     waited, _ = await asyncio.wait(
                         both, timeout=patience, return_when=asyncio.FIRST_COMPLETED
                     )
@@ -104,7 +104,7 @@ class LongResponse(Response):
             if frame is None:
                 await self._send(send, b"", more=False)
                 return True
-            self._accepted = True
+            self._in_order = True
             if frame and not await self._send(send, frame):
                 return False
 
