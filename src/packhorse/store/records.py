@@ -238,8 +238,8 @@ class RamRecords:
         return True
 
     def drop(self, record: Record) -> None:
-        """Forget an image that is held."""
-        del self._images[record.identity]
+        """Forget the image that is held of a record."""
+        record = self._images.pop(record.identity).record
         self.used -= self._cost(record.num_bytes)
         if record.kind is Kind.STATE:
             del self._states[record.key]
