@@ -257,6 +257,8 @@ def test_an_interrupt_gives_everything_back(error, callback):
 
 def test_ctrl_c_waits_for_the_step():
     """The step it comes in is completed: what is kept for later is whole."""
+    # A run in the background begins with the signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     session = open_tiny("qwen3_5")
     step, completed = session.engine.step, []
 
