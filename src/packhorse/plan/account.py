@@ -72,11 +72,13 @@ def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False, cpu: bo
     return total + sum((m.cpu_bytes if int4 else m.num_bytes) - compute.num_bytes(m.num_values) for m in kept)
 
 
-def recipe_bytes(facts: ModelFacts, recipe: Recipe) -> dict[str, int]:
-    """All weights of the text model under a recipe, by class."""
+def recipe_bytes(facts: ModelFacts, recipe: Recipe, *, cpu: bool = False) -> dict[str, int]:
+    """All weights of the text model under a recipe, by class. cpu: as for `weight_bytes`."""
     found, compute = class_bytes(param_groups(facts), recipe), formats.COMPUTE_DTYPES[recipe.dtype]
+    int4 = cpu and recipe.dtype == "bf16"
     for matrix in packed_matrices(facts) if recipe.from_files else ():
-        found[matrix.kind] += matrix.num_bytes - compute.num_bytes(matrix.num_values)
+        kept = matrix.cpu_bytes if int4 else matrix.num_bytes
+        found[matrix.kind] += kept - compute.num_bytes(matrix.num_values)
     return found
 
 

@@ -50,7 +50,7 @@ class Footprint:
     @cached_property
     def classes(self) -> dict[str, int]:
         """Bytes of all weights by class."""
-        return account.recipe_bytes(self.facts, self.recipe)
+        return account.recipe_bytes(self.facts, self.recipe, cpu=self.num_cards == 0)
 
     @cached_property
     def part_classes(self) -> list[dict[str, int]]:
