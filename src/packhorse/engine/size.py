@@ -211,7 +211,7 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, *, dec
         total += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
     if config.device != "cpu":
         total += account.delta_transient_bytes(facts, config.chunk_len)
-        total += account.split_bytes(facts, config.sequences)
+        total += account.split_bytes(facts, config.sequences) + account.graph_bytes(config.sequences)
         total += UNPACK_BYTES if any(packed_matrices(facts)) else 0
     segment_len = _segment_len(facts, config, dtype)
     if segment_len is None:
