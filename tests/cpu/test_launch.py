@@ -13,15 +13,19 @@ from packhorse.kernels.cuda.nvrtc import Target, known_archs
 def machine(monkeypatch):
     """A function that puts a card of a capability, and a driver of a CUDA version, into the machine."""
 
-    def put(capability=(9, 0), version=13000):
+    def forget():
         launch._native_target.cache_clear()
+        launch._native_arch.cache_clear()
+
+    def put(capability=(9, 0), version=13000):
+        forget()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some card")
         answer = (driver.CUresult.CUDA_SUCCESS, version)
         monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: answer)
 
     yield put
-    launch._native_target.cache_clear()
+    forget()
     launch.use_arch(None)
 
 
@@ -29,6 +33,7 @@ def test_machine_code_of_the_card(machine):
     for capability in ((7, 5), (8, 6), (12, 0)):
         machine(capability)
         assert launch.target_of(0) == Target(10 * capability[0] + capability[1])
+        assert launch.card_arch(0) == 10 * capability[0] + capability[1]
 
 
 def test_a_card_newer_than_the_compiler_gets_ptx(machine):

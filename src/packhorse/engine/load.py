@@ -19,6 +19,7 @@ from packhorse.engine.runner import Runner
 from packhorse.engine.size import Sizes, size_engine
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
+from packhorse.kernels.cuda.launch import card_arch
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.experts import join_experts
 from packhorse.models.loader import load_model
@@ -177,7 +178,7 @@ def choose_dtype(config: EngineConfig, hardware: HardwareFacts) -> tuple[str, st
     if config.dtype != "auto":
         return config.dtype, f"computes in {config.dtype} on {config.device}"
     if config.device != "cpu":
-        native = torch.cuda.get_device_capability(config.device)[0] >= 8
+        native = card_arch(torch.device(config.device)) >= 80
     else:
         native = hardware.has_native_bf16
     if native:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from packhorse.core.protocols import Segment
 from packhorse.kernels.attention import flash, ref
+from packhorse.kernels.cuda.launch import card_arch
 from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import ref as delta_ref
 from packhorse.kernels.delta.scan import delta_scan
@@ -57,6 +58,11 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     return delta_ref.delta_rule(q, k, v, g, beta, state)
 
 
+def has_grouped_products(x: Tensor) -> bool:
+    """Whether the library has them for x: 16 bits on a card from 8.0. Before that it waits for the host each time."""
+    return x.device.type != "cpu" and x.dtype != torch.float32 and card_arch(x.device) >= 80
+
+
 def has_delta_kernel(x: Tensor, num_tokens: int, state: Tensor) -> bool:
     """Whether kernels.delta.chunk is for `num_tokens` tokens on x's device, with state [Hv, Dk, Dv]."""
     return x.device.type != "cpu" and num_tokens > delta_ref.STEPWISE_MAX and chunk.fits(*state.shape[1:])
@@ -69,7 +75,7 @@ def expert_mix(
     if not exact and experts_cuda.fits(x, experts, gate_up, down):
         assert isinstance(gate_up, PackedTensor) and isinstance(down, PackedTensor)
         return experts_cuda.stacked_mix(x, weights, experts, gate_up, down)
-    if x.device.type != "cpu" and x.dtype != torch.float32 and not exact:
+    if has_grouped_products(x) and not exact:
         num, group = gate_up.shape[0], gate_up.shape[0]
         if isinstance(gate_up, PackedTensor):
             group = unpack.group_len(gate_up, x.element_size())

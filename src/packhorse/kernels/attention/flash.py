@@ -14,6 +14,7 @@ from torch import Tensor
 
 from packhorse.core.protocols import Segment
 from packhorse.kernels.attention.ref import Merger, group_rows, ungroup_rows
+from packhorse.kernels.cuda.launch import card_arch
 
 PACK_QUERIES = 64
 """From so many queries on, K and V are worth a copy that puts each head's keys side by side."""
@@ -37,7 +38,7 @@ def fits(q: Tensor) -> bool:
 
 
 def _has_flash(q: Tensor) -> bool:
-    return torch.cuda.get_device_capability(q.device)[0] >= 8
+    return card_arch(q.device) >= 80
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -74,13 +74,27 @@ def target_of(device: torch.device | int) -> Target:
     return _native_target(device if isinstance(device, int) else device.index or 0)
 
 
+def card_arch(device: torch.device | int) -> int:
+    """Compute capability of the card, 86 for 8.6, or what it stands in for: what library kernels are chosen by."""
+    return (
+        _as_arch
+        if _as_arch is not None
+        else _native_arch(device if isinstance(device, int) else device.index or 0)
+    )
+
+
+@cache
+def _native_arch(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
 @cache
 def _native_target(index: int) -> Target:
-    major, minor = torch.cuda.get_device_capability(index)
-    arch = 10 * major + minor
+    arch = _native_arch(index)
     if arch < MIN_ARCH:
         raise UnsupportedCardError(
-            f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; kernels need 7.5.",
+            f"{torch.cuda.get_device_name(index)} has compute capability {arch / 10}; kernels need 7.5.",
             hint="Use a card from 2018 or later, or --device cpu.",
             arch=arch,
             needed=MIN_ARCH,
