@@ -25,7 +25,6 @@ from typing import Any
 
 import httpx
 import torch
-import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import oracle
@@ -36,7 +35,7 @@ from packhorse.engine.session import Session
 from packhorse.server.app import make_app
 from packhorse.server.config import ModelConfig, ServerConfig
 from packhorse.server.keys import Keyring
-from packhorse.server.run import bind, server_settings
+from packhorse.server.run import Server, bind, server_settings
 from packhorse.server.service import Service
 from packhorse.server.worker import Worker
 
@@ -234,7 +233,7 @@ def scripted(
     model = model or ModelConfig(engine=engine)
     service = Service(str(path or folder()), config, model, keyring or Keyring([]), worker)
     log = io.StringIO()
-    server = uvicorn.Server(server_settings(make_app(service, log=log), config))
+    server = Server(server_settings(make_app(service, log=log), config), worker, config.grace)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     live = Live(f"http://127.0.0.1:{listener.getsockname()[1]}", service, log)

@@ -6,9 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -107,3 +109,54 @@ def test_the_document_of_json(tmp_path: Path):
         finally:
             child.terminate()
             child.wait(30)
+
+
+@pytest.fixture
+def answering(tmp_path):
+    """A server with a long stream and a long answer under way, and what the two were told in the end."""
+    config = tmp_path / "server.toml"
+    config.write_text("[server]\ngrace = 1\n")
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 7000, "ignore_eos": True, "temperature": 0}
+    told: dict[str, str] = {}
+    with servers.process("--context", "8192", "--config", str(config), "--name", "tiny") as live:
+
+        def follow(name: str, **more: object) -> None:
+            try:
+                with httpx.stream(
+                    "POST", f"{live.url}/v1/completions", json=body | more, timeout=60
+                ) as answer:
+                    told[name] = ""
+                    for text in answer.iter_text():
+                        told[name] += text
+            except httpx.HTTPError as error:
+                told[name] = told.get(name, "") + f"|{type(error).__name__}"
+
+        threads = [threading.Thread(target=follow, args=("stream",), kwargs={"stream": True})]
+        threads.append(threading.Thread(target=follow, args=("whole",)))
+        for thread in threads:
+            thread.start()
+        live.wait(lambda: told.get("stream", "").count("data:") > 3, 30)
+        yield live, told, lambda: [thread.join(30) for thread in threads]
+
+
+def test_answers_that_outlast_the_grace_are_told_so(answering):
+    live, told, join = answering
+    live.child.send_signal(signal.SIGINT)
+    assert live.child.wait(60) == 130
+    join()
+    assert '"code": "stopped"' in told["stream"] and told["stream"].rstrip().endswith("data: [DONE]")
+    assert '"code":"stopped"' in told["whole"]
+    live.log.seek(0)
+    assert "Traceback" not in live.log.read()
+
+
+def test_asked_twice_it_ends_at_once(answering):
+    live, _, join = answering
+    live.child.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    began = time.monotonic()
+    live.child.send_signal(signal.SIGINT)
+    assert live.child.wait(30) == 130 and time.monotonic() - began < 1
+    join()
+    live.log.seek(0)
+    assert "Traceback" not in live.log.read()

@@ -78,7 +78,7 @@ def to_api_error(error: BaseException) -> ApiError:
         # Clients look for the first words: they shorten the prompt and try again.
         message = f"This model's maximum context length is {error.available} tokens. {message}"
         if "left out" not in message:
-            message += ' Or send truncation: "auto" to leave out old turns.'
+            message += ' A chat may send truncation: "auto" to leave out old turns.'
         counts = {"asked": error.asked, "available": error.available, "unit": error.unit}
         return ApiError(400, "context_length_exceeded", message, param="messages", facts=counts)
     if isinstance(error, StoppedError | CancelledRequestError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,8 @@ from packhorse.server.worker import Worker
 if TYPE_CHECKING:
     from packhorse.engine.session import Session
 
+LAST_WORDS_S = 30.0
+"""After `grace` what still runs is ended with an error; so long at most it takes until that is said: a step."""
 FAST_DEATH_S = 30.0
 MAX_FAST_DEATHS = 5
 MAX_PAUSE_S = 30.0
@@ -58,7 +62,7 @@ def serve(
 
     worker = Worker(open_session, on_end)
     service = Service(model, config, model_config, keyring, worker)
-    server = _Server(server_settings(make_app(service), config))
+    server = Server(server_settings(make_app(service), config), worker, config.grace)
     host, port = listener.getsockname()[:2]
     listening(f"http://{f'[{host}]' if ':' in host else host}:{port}", service.name)
     server.run(sockets=[listener])
@@ -73,13 +77,26 @@ def serve(
         )
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which would end the process with the signal that stopped it."""
+class Server(uvicorn.Server):
+    """uvicorn's server, which would end the process with the signal that stopped it, and cut answers off."""
 
     interrupted = False
 
+    def __init__(self, settings: uvicorn.Config, worker: Worker, grace: float) -> None:
+        super().__init__(settings)
+        self._worker = worker
+        self._grace = grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for what runs; after `grace` its end is an error that its client is told."""
+        asyncio.get_running_loop().call_later(self._grace, self._worker.end)
+        await super().shutdown(sockets)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         handlers = {
             number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -90,6 +107,9 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.interrupted and sig == signal.SIGINT:
+            # Asked twice: at once. A thread that computes would not let the interpreter end in order.
+            os._exit(130)
         self.interrupted = self.interrupted or sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
@@ -106,7 +126,7 @@ def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(config.grace)),
+        timeout_graceful_shutdown=round(config.grace + LAST_WORDS_S),
     )
 
 

@@ -133,9 +133,13 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End every request, and the thread after the step it is in."""
+    def end(self) -> None:
+        """Have every request end with a StoppedError, and the thread, after the step it is in."""
         self._commands.put(("stop", None))
+
+    async def stop(self) -> None:
+        """`end`, and wait for the thread."""
+        self.end()
         await asyncio.to_thread(self._thread.join, 30.0)
 
     @property
