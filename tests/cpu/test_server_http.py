@@ -138,6 +138,9 @@ def test_ignored_fields_are_listed(live):
     assert answer.status_code == 200
     assert answer.headers["x-packhorse-ignored"] == "frobnicate, metadata, mirostat, user"
     assert "x-packhorse-ignored" not in live.post("/v1/chat/completions", body()).headers
+    # Without a store nothing is kept for later, whatever is asked.
+    assert live.post("/v1/chat/completions", body(store=True)).headers["x-packhorse-ignored"] == "store"
+    assert "x-packhorse-ignored" not in live.post("/v1/chat/completions", body(store=False)).headers
     for name, told in ((" ", "?"), ("", "?"), ("a b\r\n", "a?b??"), ("\u00e9\x7f", "??")):
         answer = live.post("/v1/tokenize", {"prompt": "mule", name: None})
         assert (answer.status_code, answer.headers["x-packhorse-ignored"]) == (200, told)

@@ -152,6 +152,8 @@ class Service:
         call: Call = request.state.call
         document = await read_json(request, self.config.body_limit, self.config.body_timeout)
         asked, ignored = validate(kind, document)
+        if asked.store and self.session.engine.store.lower is None:
+            ignored.append("store")  # it asks for what only --store does
         call.more = {"model": asked.model[:200], "stream": bool(asked.stream), "ignored": ignored or None}
         if self.config.log_contents:
             call.more["contents"] = {"request": document}
