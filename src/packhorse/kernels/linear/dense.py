@@ -8,8 +8,8 @@ from torch import Tensor
 from packhorse.core.units import ceil_div
 from packhorse.kernels.cuda.launch import launch
 from packhorse.kernels.cuda.nvrtc import Variant
+from packhorse.kernels.linear.cuda import MAX_TOKENS
 
-MAX_TOKENS = 16
 _TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _WARPS = 4
 

@@ -11,10 +11,10 @@ from packhorse.core.formats import TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div
 from packhorse.kernels.cuda.launch import launch
 from packhorse.kernels.cuda.nvrtc import Variant
+from packhorse.kernels.linear.cuda import KINDS
 from packhorse.quant.packed import PackedTensor
 
 _OUT = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_KINDS = {"symmetric": 0, "zero": 1, "min": 2, "fp8": 3, "k": 4, "q6_k": 5}
 _WARPS = 8
 _GRID_Y = 32768
 
@@ -23,7 +23,7 @@ def variant(form: PackedFormat, dtype: torch.dtype) -> Variant:
     """The kernel that unpacks `form` into `dtype`."""
     defines = (
         ("BITS", form.bits),
-        ("KIND", _KINDS[form.kind]),
+        ("KIND", KINDS[form.kind]),
         ("GROUP", form.group_len),
         ("OUT", _OUT[dtype]),
     )
