@@ -66,6 +66,14 @@ class Codec(Protocol):
         """Id, version and bits."""
 
     @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Dims of a head."""
+
+    @property
     def page_len(self) -> int:
         """Tokens of a page."""
 
@@ -106,8 +114,20 @@ def hadamard(x: Tensor) -> Tensor:
     return (y.reshape(x.shape) * dim**-0.5).to(x.dtype)
 
 
+class _Layout:
+    """What follows from a codec's name and shape: see Codec."""
+
+    @property
+    def format(self: Codec) -> KvFormat:
+        return KV_FORMATS[self.name]
+
+    @property
+    def page_bytes(self: Codec) -> int:
+        return self.page_len * kv_token_bytes(self.name, self.num_kv_heads, self.head_dim)
+
+
 @dataclass(frozen=True)
-class PlainCodec:
+class PlainCodec(_Layout):
     """K and V in a compute type. A page is [page_len, 2, Hkv, D]: token after token, K before V.
 
     Pages with consecutive ids therefore hold their tokens at one constant stride, and are read as one view
@@ -127,16 +147,6 @@ class PlainCodec:
     def name(self) -> str:
         """The compute type's name: fp32, bf16 or fp16."""
         return _NAMES[self.dtype]
-
-    @property
-    def format(self) -> KvFormat:
-        """Id, version and bits."""
-        return KV_FORMATS[self.name]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of one layer."""
-        return self.page_len * kv_token_bytes(self.name, self.num_kv_heads, self.head_dim)
 
     def bind(self, pages: Tensor) -> PlainPages:
         """See Codec."""
@@ -227,7 +237,7 @@ class _PlanePages:
 
 
 @dataclass(frozen=True)
-class Fp8Codec:
+class Fp8Codec(_Layout):
     """K and V as e4m3 at scale 1.0. A page is [Hkv, 2, page_len, D]: head after head, K before V.
 
     read_dtype: what they are decoded into, exactly: every e4m3 value is an fp16 and a bf16 value.
@@ -238,16 +248,6 @@ class Fp8Codec:
     head_dim: int
     page_len: int
     name: str = "fp8"
-
-    @property
-    def format(self) -> KvFormat:
-        """Id, version and bits."""
-        return KV_FORMATS[self.name]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of one layer."""
-        return self.page_len * kv_token_bytes(self.name, self.num_kv_heads, self.head_dim)
 
     def bind(self, pages: Tensor) -> Fp8Pages:
         """See Codec."""
@@ -297,7 +297,7 @@ class Fp8Pages(_PlanePages):
 
 
 @dataclass(frozen=True)
-class GroupCodec:
+class GroupCodec(_Layout):
     """K and V rotated by `hadamard`, then in codes of 4 or 5 bits with an fp16 scale each 32 dims.
 
     A page is, head after head, K's and then V's planes, each [page_len, width]:
@@ -318,16 +318,6 @@ class GroupCodec:
     num_kv_heads: int
     head_dim: int
     page_len: int
-
-    @property
-    def format(self) -> KvFormat:
-        """Id, version and bits."""
-        return KV_FORMATS[self.name]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of one layer."""
-        return self.page_len * kv_token_bytes(self.name, self.num_kv_heads, self.head_dim)
 
     def bind(self, pages: Tensor) -> GroupPages:
         """See Codec."""
