@@ -8,9 +8,8 @@ from random import Random
 import pytest
 import test_engine_machine as machines
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule
 
 import oracle
 from engines import ask, make_engine, tiny_model
@@ -177,26 +176,10 @@ class StoreMachine(machines.EngineMachine):
 
 @pytest.mark.parametrize(("family", "examples"), [(HYBRID, 5), ("llama", 6)])
 def test_random_requests_and_restarts(family, examples):
-    machine = type("Machine", (StoreMachine,), {"family": family})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=25,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            derandomize=True,
-        ),
-    )
+    machines.drive(StoreMachine, family, examples, steps=25, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", oracle.FAMILIES)
 def test_many_random_requests_and_restarts(family):
-    machine = type("Machine", (StoreMachine,), {"family": family})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    machines.drive(StoreMachine, family, 100, steps=50, derandomize=False)

@@ -151,28 +151,27 @@ class EngineMachine(RuleBasedStateMachine):
         assert (stats.pages_free, stats.snapshots, stats.open_sequences) == (NUM_PAGES, 0, 0)
 
 
-@pytest.mark.parametrize(("family", "examples"), [("qwen3_5_moe", 18), ("llama", 30)])
-def test_random_requests(family, examples):
-    machine = type("Machine", (EngineMachine,), {"family": family})
+def drive(kind: type, family: str, examples: int, *, steps: int, derandomize: bool) -> None:
+    """Run a machine of `kind` over `family`."""
+    machine = type("Machine", (kind,), {"family": family})
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples,
-            stateful_step_count=25,
+            stateful_step_count=steps,
             deadline=None,
             suppress_health_check=list(HealthCheck),
-            derandomize=True,
+            derandomize=derandomize,
         ),
     )
+
+
+@pytest.mark.parametrize(("family", "examples"), [("qwen3_5_moe", 18), ("llama", 30)])
+def test_random_requests(family, examples):
+    drive(EngineMachine, family, examples, steps=25, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", oracle.FAMILIES)
 def test_many_random_requests(family):
-    machine = type("Machine", (EngineMachine,), {"family": family})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    drive(EngineMachine, family, 200, steps=50, derandomize=False)
