@@ -10,9 +10,11 @@ import torch
 import oracle
 from engines import IdsAsText, ask, make_engine, run_all
 from packhorse.core.config import EngineConfig
+from packhorse.core.errors import UnsupportedCardError
 from packhorse.core.types import Request, SamplingParams
 from packhorse.engine.load import load_engine
 from packhorse.facts.read import read_model
+from packhorse.kernels.cuda.launch import card_arch
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
 
@@ -63,6 +65,14 @@ def test_16_bit_logits_stay_near(family, dtype):
     assert float((got - want).abs().max() / want.abs().max()) < bound
 
 
+def test_bf16_is_refused_where_the_card_has_none():
+    if card_arch(0) >= 80:
+        pytest.skip("this card has bf16: run with --as-arch 75")
+    facts = read_model(oracle.shared_checkpoint("qwen3")[1])
+    with pytest.raises(UnsupportedCardError, match="7.5"):
+        load_engine(facts, EngineConfig(dtype="bf16", device="cuda"), IdsAsText)
+
+
 def test_allocations_are_on_the_card_and_bounded():
     """The store takes what it reports, and a request takes no more than its activations."""
     gc.collect()
@@ -93,7 +103,7 @@ def test_peak_memory_of_a_long_prompt_stays_within_the_plan():
     )
     folder = Path(tempfile.mkdtemp())
     facts = read_model(oracle.save(model, folder))
-    config = EngineConfig(context=16384, sequences=1, dtype="bf16", device="cuda")
+    config = EngineConfig(context=16384, sequences=1, dtype="fp16", device="cuda")
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

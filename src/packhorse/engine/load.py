@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import DoesNotFitError, UsageError
+from packhorse.core.errors import DoesNotFitError, UnsupportedCardError, UsageError
 from packhorse.core.units import format_bytes
 from packhorse.engine.engine import Engine
 from packhorse.engine.graphs import StepGraphs
@@ -47,7 +47,7 @@ def load_engine(
 ) -> Loaded:
     """Size the pools, load the weights, make the engine. progress(done, total) counts tensors.
 
-    Raises UsageError for a device or type this machine lacks, DoesNotFitError before anything is loaded,
+    Raises UsageError or UnsupportedCardError for a device or type this machine lacks, DoesNotFitError before anything is loaded,
     and WeightsError or CorruptFileError from the checkpoint.
     """
     hardware = probe()
@@ -172,9 +172,16 @@ def set_threads(config: EngineConfig, hardware: HardwareFacts) -> str:
 
 
 def choose_dtype(config: EngineConfig, hardware: HardwareFacts) -> tuple[str, str]:
-    """The compute type and why."""
+    """The compute type and why. Raises UnsupportedCardError for bf16 on a card without it."""
     if config.exact:
         return "fp32", "computes in fp32, exact mode"
+    if config.dtype == "bf16" and config.device != "cpu":
+        arch = card_arch(torch.device(config.device))
+        if arch < 80:
+            raise UnsupportedCardError(
+                f"bf16 was asked for, and {config.device} has compute capability {arch / 10}; bf16 needs 8.0.",
+                hint="Leave out --dtype, or give --dtype fp16.",
+            )
     if config.dtype != "auto":
         return config.dtype, f"computes in {config.dtype} on {config.device}"
     if config.device != "cpu":
