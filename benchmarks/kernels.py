@@ -183,10 +183,10 @@ def expert_rows(
             def sort(
                 layer: int, counters: Tensor = counters, shares: Tensor = shares, chosen: Tensor = chosen
             ) -> experts.Routes:
-                return experts.plan_routes(shares[layer], chosen[layer], table.address[layer], counters)
+                return experts.plan_routes(shares[layer], chosen[layer], table, layer, counters)
 
             def top(layer: int, counters: Tensor = counters, logits: Tensor = logits) -> experts.Routes:
-                return experts.route(logits[layer], top_k, True, table.address[layer], counters)
+                return experts.route(logits[layer], top_k, True, table, layer, counters)
 
             plans = [sort(layer) for layer in range(layers)]
             ways = {

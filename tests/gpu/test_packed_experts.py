@@ -24,21 +24,24 @@ def test_route(num_experts, top_k, norm):
         share = want.values[:, :top_k]
         share = share / share.sum(-1, keepdim=True) if norm else share
         counters = new_counters("cuda")
-        got = route(logits.cuda(), top_k, norm, address(num_experts), counters)
+        table = table_of(num_experts)
+        got = route(logits.cuda(), top_k, norm, table, 1, counters)
         assert got.experts.tolist() == want.indices[:, :top_k].tolist()
         assert error(got.weights.cpu(), share) < 2e-6
         check_plan(got, counters)
-        again = plan_routes(got.weights, got.experts.long(), address(num_experts), counters)
+        again = plan_routes(got.weights, got.experts.long(), table, 1, counters)
         check_plan(again, counters // 2)
 
 
-def address(num):
-    return 1000 + 7 * torch.arange(num, device="cuda")
+def table_of(num):
+    address = 1000 + 7 * torch.arange(num, device="cuda")
+    form = PACKED["int4-g128"]
+    return ExpertTable(torch.stack((0 * address, address)), form, form, 128, 64)
 
 
 def check_plan(routes, counters):
     """What plan.cuh says."""
-    slots, plan = routes.plan[:640].view(160, 4).tolist(), routes.plan[640:].tolist()
+    slots, plan = routes.plan[:640].view(160, 4).tolist(), routes.plan[640:992].tolist()
     ids, top_k = routes.experts.flatten().tolist(), routes.experts.shape[1]
     hit = sorted(set(ids))
     assert plan[0] == len(hit) == int(counters[0])
@@ -59,7 +62,6 @@ class Experts:
         self.places = [one.pin_memory() if i % 2 else one.cuda() for i, one in enumerate(whole)]
         address = torch.tensor([[0] * num, [place.data_ptr() for place in self.places]])
         self.table = ExpertTable(address.cuda(), PACKED[gate_up], PACKED[down], hidden, inner)
-        self.address = self.table.address[1]
         assert self.table.expert_bytes == whole.shape[1]
 
     def want(self, x, weights, ids):
@@ -101,12 +103,12 @@ def test_mix(case, dtype):
     whole = None
     for num in (16, 1, 2, 7, 9):
         counters = new_counters("cuda")
-        routes = route(logits[:num], top_k, True, experts.address, counters)
+        routes = route(logits[:num], top_k, True, experts.table, 1, counters)
         inner_values = torch.full((num * top_k, inner), torch.nan, dtype=dtype, device="cuda")
         out = torch.full((num, hidden), torch.nan, device="cuda")
         got = expert_mix(x[:num], routes, experts.table, counters, inner=inner_values, out=out)
         distinct = len(routes.experts.unique())
-        assert counters.tolist() == [distinct, distinct * experts.table.expert_bytes, 0]
+        assert counters.tolist() == [distinct, distinct * experts.table.expert_bytes, 0, 0, 0]
         if whole is None:
             whole = got.clone()
             want = experts.want(x, routes.weights, routes.experts)
@@ -115,7 +117,7 @@ def test_mix(case, dtype):
         assert torch.equal(got, whole[:num])
         added = expert_mix(x[:num], routes, experts.table, counters, residual=residual[:num])
         assert error(added, got + residual[:num]) < 1e-6
-    single = route(logits[5:6], top_k, True, experts.address, new_counters("cuda"))
+    single = route(logits[5:6], top_k, True, experts.table, 1, new_counters("cuda"))
     assert torch.equal(expert_mix(x[5:6], single, experts.table, new_counters("cuda"))[0], whole[5])
 
 
@@ -124,7 +126,7 @@ def test_stacks_through_dispatch(num):
     """A layer's matrices as the loader lays them: the bits of the same experts as blocks."""
     experts = Experts("int4-g128", "int6-g32", 256, 128, 12)
     x = torch.randn(num, 256, generator=torch.Generator().manual_seed(num)).to("cuda", torch.float16)
-    routes = route(torch.randn(num, 12).cuda(), 3, True, experts.address, new_counters("cuda"))
+    routes = route(torch.randn(num, 12).cuda(), 3, True, experts.table, 1, new_counters("cuda"))
     want = expert_mix(x, routes, experts.table, new_counters("cuda"))
     stacks = to_device(experts.gate_up), to_device(experts.down)
     assert torch.equal(
@@ -138,7 +140,7 @@ def test_inner_values_beyond_fp16():
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16) * 3000
     counters = new_counters("cuda")
     routes = plan_routes(
-        torch.ones(2, 2).cuda(), torch.tensor([[0, 1], [3, 1]]).cuda(), experts.address, counters
+        torch.ones(2, 2).cuda(), torch.tensor([[0, 1], [3, 1]]).cuda(), experts.table, 1, counters
     )
     assert torch.isfinite(expert_mix(x, routes, experts.table, counters)).all()
     clipped = int(counters[2])
@@ -157,7 +159,7 @@ def test_captured_in_a_graph():
     launch.prepare([], 0)
 
     def step():
-        return expert_mix(x, route(logits, 8, True, experts.address, counters), experts.table, counters)
+        return expert_mix(x, route(logits, 8, True, experts.table, 1, counters), experts.table, counters)
 
     step()
     graph = torch.cuda.CUDAGraph()

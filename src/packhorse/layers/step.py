@@ -33,7 +33,7 @@ class StepContext:
     batch: whose rows, see DecodeBatch. slots [S] int32: state slot of each sequence. attention, workspace: the
     attention kernels and their scratch. attended [R, Hq, D], mixed [R, Hv, D]: outputs in the compute type, zeros
     at first, so that rows of nobody stay finite. turns: int32 [S, Hk], zeros, of the delta rule's kernel. counters:
-    int64 [3], see kernels.experts.cuda. experts: where the
+    int64 [5], see kernels.experts.cuda. experts: where the
     routed experts are, by MoE layer. cos_sin: of the rows' positions, set when a step begins.
     """
 
@@ -154,9 +154,9 @@ def moe_step(facts: MoeFacts, x: Tensor, residual: Tensor, step: LayerStep, weig
     context = step.context
     assert context.experts is not None
     logits = dense_linear(x, weights.gate.weight)
-    address = context.experts.address[step.moe_index]
-    routes = route(logits, facts.top_k, facts.norm_topk, address, context.counters)
-    out = expert_mix(x, routes, context.experts, context.counters, residual=residual)
+    table, live = context.experts, context.batch.row_sequence
+    routes = route(logits, facts.top_k, facts.norm_topk, table, step.moe_index, context.counters, live)
+    out = expert_mix(x, routes, table, context.counters, residual=residual)
     if not facts.shared_dim:
         return out
     gate = F.sigmoid(project(weights.shared_expert_gate, x))

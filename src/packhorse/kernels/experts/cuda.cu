@@ -125,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
         float sum = 0;
         for (int rank = 0; rank < top_k; rank++) {
             const int route = token * top_k + rank;
-            sum = fmaf(weights[route], sums[__ldcg(plan + PLAN_PLACES + route) * TOKEN_FLOATS + row], sum);
+            const int place = __ldcg(plan + PLAN_PLACES + route);
+            if (place >= 0) sum = fmaf(weights[route], sums[place * TOKEN_FLOATS + row], sum);
         }
         const size_t at = ((size_t)token * gridDim.x + blockIdx.x) * 16 + row;
         out[at] = (residual != nullptr ? residual[at] : 0.f) + sum / factor;

@@ -34,8 +34,11 @@ from packhorse.quant.packed import PackedTensor
 MAX_EXPERTS = 512
 MAX_TOP_K = 10
 MAX_ROUTES = MAX_TOKENS * MAX_TOP_K
-_PLAN_INTS = 4 * MAX_ROUTES + 32 + 2 * MAX_ROUTES
+MAX_SPARES = 512
+"""Places a layer may have for experts that are kept as they are read."""
+_PLAN_INTS = 4 * MAX_ROUTES + 32 + 2 * MAX_ROUTES + 2 * MAX_ROUTES
 _PLAN = Variant("experts/plan.cu", "expert_plan")
+_CHANGES = Variant("experts/changes.cu", "expert_changes")
 
 
 class Routes(NamedTuple):
@@ -47,12 +50,49 @@ class Routes(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ExpertFills:
+    """How experts read from host memory are kept in the card's as they are read. L layers, S places a layer; all on
+    the card.
+
+    home: int64 [L, E], the host copy of each expert, address | 1; 0 where it has none. It never changes.
+    spares: int64 [L, S], addresses of slots, on 128-byte lines, that the next misses may be written to.
+    filled: int32 [L, S]: -1, the place is free; e: expert e is being or has been written to spares[l, s], and the
+    table points there from the layer's next `route` on. A place stays taken until `apply_changes` renews it.
+    used: int32 [L, MAX_ROUTES]: distinct experts of the last step in ascending order, then -1.
+    changes: int64 [N, 3], what `apply_changes` does.
+    """
+
+    home: Tensor
+    spares: Tensor
+    filled: Tensor
+    used: Tensor
+    changes: Tensor
+
+    @classmethod
+    def empty(cls, home: Tensor, spares: int) -> ExpertFills:
+        """Of `spares` places a layer, none of which has a slot yet: all are taken (by no expert) until
+        `apply_changes` gives them one."""
+        layers, device = home.shape[0], home.device
+        return cls(
+            home,
+            torch.zeros(layers, spares, dtype=torch.int64, device=device),
+            torch.full((layers, spares), NO_SLOT, dtype=torch.int32, device=device),
+            torch.full((layers, MAX_ROUTES), -1, dtype=torch.int32, device=device),
+            torch.full((layers * spares, 3), -1, dtype=torch.int64, device=device),
+        )
+
+
+NO_SLOT = -2
+"""In `filled`: a place that has no slot."""
+
+
+@dataclass(frozen=True)
 class ExpertTable:
     """Where the experts of a model are and what they are made of.
 
     address: int64 [layers, E] on the card: the first byte of each expert's gate_up, on a 128-byte line. Its down
     lies right behind it, or down_gap + its number * down_stride bytes from there. hidden, inner: H and I, multiples
-    of 64.
+    of 64. fills: where misses may be kept; then bit 0 of an address says that it is of host memory.
     """
 
     address: Tensor
@@ -62,6 +102,7 @@ class ExpertTable:
     inner: int
     down_gap: int | None = None
     down_stride: int = 0
+    fills: ExpertFills | None = None
 
     @classmethod
     def of_stacks(cls, gate_up: PackedTensor, down: PackedTensor) -> ExpertTable:
@@ -116,25 +157,25 @@ def stacked_mix(
 ) -> Tensor:
     """`expert_mix` of one layer's stacks, with routes [T, K] chosen elsewhere."""
     table, counters = ExpertTable.of_stacks(gate_up, down), device_counters(x.device)
-    return expert_mix(
-        whole_tiles(x), plan_routes(weights, experts, table.address[0], counters), table, counters
-    )
+    return expert_mix(whole_tiles(x), plan_routes(weights, experts, table, 0, counters), table, counters)
 
 
 def new_counters(device: torch.device | str) -> Tensor:
-    """int64 [3]: distinct experts, bytes of experts read, values that did not fit 16 bits. The calls add to them."""
-    return torch.zeros(3, dtype=torch.int64, device=device)
+    """int64 [5], which the calls add to: distinct experts; bytes of experts read; values that did not fit 16 bits;
+    with `ExpertFills` also bytes read from host memory, and those of them that were kept."""
+    return torch.zeros(5, dtype=torch.int64, device=device)
 
 
 def variants(table: ExpertTable, dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> list[Variant]:
     """All that calls with up to `max_tokens` tokens need: for `launch.prepare`."""
     sizes = [8, 16] if max_tokens > 8 else [8]
-    return [_PLAN, *(_variant(table, dtype, tokens, down) for tokens in sizes for down in (False, True))]
+    plans = [_PLAN] if table.fills is None else [_PLAN, _CHANGES]
+    return [*plans, *(_variant(table, dtype, tokens, down) for tokens in sizes for down in (False, True))]
 
 
 def _variant(table: ExpertTable, dtype: torch.dtype, num_tokens: int, down: bool) -> Variant:
     form = table.down if down else table.gate_up
-    warps = MAX_WARPS if down else num_warps(form, table.hidden)
+    warps, fill = MAX_WARPS if down else num_warps(form, table.hidden), int(table.fills is not None)
     if down:
         sums = _route_bytes(num_tokens * MAX_TOP_K)
         ring = sums + ring_bytes(form, 1, warps)
@@ -143,7 +184,7 @@ def _variant(table: ExpertTable, dtype: torch.dtype, num_tokens: int, down: bool
     return Variant(
         "experts/cuda.cu",
         "expert_down" if down else "expert_gate_up",
-        (*format_defines(form, dtype, num_tokens), ("DOWN", int(down)), ("MAX_WARPS", warps)),
+        (*format_defines(form, dtype, num_tokens), ("DOWN", int(down)), ("MAX_WARPS", warps), ("FILL", fill)),
         shared_bytes=sums,
         async_bytes=ring,
         min_arch=min_arch(dtype),
@@ -156,33 +197,81 @@ def _route_bytes(num_routes: int) -> int:
     return round_up(num_routes * TOKEN_FLOATS * 4, LINE_BYTES)
 
 
-def route(logits: Tensor, top_k: int, norm_topk: bool, address: Tensor, counters: Tensor) -> Routes:
+def route(
+    logits: Tensor,
+    top_k: int,
+    norm_topk: bool,
+    table: ExpertTable,
+    layer: int,
+    counters: Tensor,
+    live: Tensor | None = None,
+) -> Routes:
     """Router logits fp32 [T, E], E at most 512: softmax over all, then the best K (of equal ones the lower
-    number first), divided by their sum if norm_topk. address: int64 [E], the layer's row of an ExpertTable.
-    Adds to counters[0]."""
+    number first), divided by their sum if norm_topk. layer: whose row of the table.
+
+    live: int32 [T], negative for rows of nobody, whose experts are not read and whose mix is 0. With fills the
+    layer's filled places enter the table first, and places are assigned to this step's misses: so a step routes a
+    layer once. Adds to counters[0].
+    """
     shape = (logits.shape[0], top_k)
     weights = torch.empty(shape, device=logits.device)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    return _planned(logits.float().contiguous(), weights, experts, address, norm_topk, counters)
+    return _planned(logits.float().contiguous(), weights, experts, table, layer, norm_topk, counters, live)
 
 
-def plan_routes(weights: Tensor, experts: Tensor, address: Tensor, counters: Tensor) -> Routes:
+def plan_routes(
+    weights: Tensor,
+    experts: Tensor,
+    table: ExpertTable,
+    layer: int,
+    counters: Tensor,
+    live: Tensor | None = None,
+) -> Routes:
     """Routes chosen elsewhere: weights and expert ids [T, K]; the rest as in `route`."""
     ids = experts.to(torch.int32).contiguous()
-    return _planned(None, weights.float().contiguous(), ids, address, False, counters)
+    return _planned(None, weights.float().contiguous(), ids, table, layer, False, counters, live)
 
 
 def _planned(
-    logits: Tensor | None, weights: Tensor, experts: Tensor, address: Tensor, norm: bool, counters: Tensor
+    logits: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    table: ExpertTable,
+    layer: int,
+    norm: bool,
+    counters: Tensor,
+    live: Tensor | None,
 ) -> Routes:
     num_tokens, top_k = experts.shape
-    num_experts = address.shape[0]
+    num_experts, fills = table.address.shape[1], table.fills
     assert 1 <= num_tokens <= MAX_TOKENS and top_k <= MAX_TOP_K and num_experts <= MAX_EXPERTS
+    assert live is None or (live.dtype == torch.int32 and len(live) == num_tokens)
     plan = torch.empty(_PLAN_INTS, dtype=torch.int32, device=experts.device)
-    sizes = (num_tokens, top_k, num_experts, int(norm))
-    args = (logits, weights, experts, address, plan, counters, *sizes)
+    places: tuple[Tensor | None, ...] = (None, None, None)
+    if fills is not None:
+        places = (fills.spares[layer], fills.filled[layer], fills.used[layer])
+    num_spares = 0 if fills is None else fills.spares.shape[1]
+    assert num_spares <= MAX_SPARES
+    sizes = (num_tokens, top_k, num_experts, int(norm), num_spares)
+    args = (logits, live, weights, experts, table.address[layer], *places, plan, counters, *sizes)
     launch(_PLAN, (1,), MAX_EXPERTS, *args, device=plan.device, overlap=True)
     return Routes(weights, experts, plan)
+
+
+def apply_changes(table: ExpertTable) -> None:
+    """What the host wants changed, before a step: each row of `changes` is (expert, place, slot), and is -1 after.
+
+    expert: l * E + e, whose entry becomes its host copy again, or -1. place: l * S + s, which becomes free with the
+    slot at address `slot`, or -1. First all places filled so far enter the table, then experts leave, then places
+    are renewed. An expert may leave once the place that it was written to is renewed, in the same call at the
+    earliest: else the next step would enter it again. An expert and a place appear once.
+    """
+    fills = table.fills
+    assert fills is not None
+    (layers, num_spares), num_experts = fills.spares.shape, table.address.shape[1]
+    sizes = (layers * num_spares, num_spares, num_experts, len(fills.changes))
+    args = (table.address, fills.home, fills.spares, fills.filled, fills.changes, *sizes)
+    launch(_CHANGES, (1,), 512, *args, device=table.address.device, overlap=True)
 
 
 def expert_mix(

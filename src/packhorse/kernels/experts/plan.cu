@@ -1,4 +1,5 @@
-// Router's choice and the order of its routes: one block, up to 16 tokens, 512 experts, 160 routes.
+// Router's choice and the order of its routes: one block, up to 16 tokens, 512 experts, 160 routes. With places to keep
+// what is read from host memory (kernels.experts.cuda.ExpertFills): who is kept where.
 #include "plan.cuh"
 
 // The largest of a warp's values, in all lanes.
@@ -22,19 +23,44 @@ __device__ __forceinline__ float unordered(u32 key) {
 
 // Softmax of logits [T, E] over all, the top_k best in order (equal ones: the lower first), divided by their sum if
 // norm: weights, experts [T, top_k]. Without logits weights and experts are given. Then the routes sorted by expert:
-// `plan`, see plan.cuh. counters[0] += distinct experts.
+// `plan`, see plan.cuh. live [T] or null: negative where a token is nobody's and has no routes. spares, filled
+// [num_spares], used [MAX_ROUTES]: the layer's, or null. counters[0] += distinct experts.
 extern "C" __global__ void __launch_bounds__(512)
-    expert_plan(const float* logits, float* weights, int* experts, const u64* address, int* plan, u64* counters,
-                int num_tokens, int top_k, int num_experts, int norm) {
+    expert_plan(const float* logits, const int* live, float* weights, int* experts, u64* address, const u64* spares,
+                int* filled, int* used, int* plan, u64* counters, int num_tokens, int top_k, int num_experts, int norm,
+                int num_spares) {
     constexpr int MAX_EXPERTS = 512, PER_LANE = MAX_EXPERTS / 32;
+    // Three counts of up to 160 in a word: of routes, of experts hit, of those in host memory.
+    constexpr int HITS = 10, MISSES = 20, COUNT = (1 << HITS) - 1;
     __shared__ int chosen[MAX_ROUTES];
     __shared__ int counts[MAX_EXPERTS];
-    __shared__ int place[MAX_EXPERTS];  // experts before this one that are hit << 16 | routes before its first
+    __shared__ int place[MAX_EXPERTS];  // counts of what comes before this expert
     __shared__ int totals[16];
+    __shared__ int free_places[MAX_ROUTES];
+    __shared__ int num_free;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_routes = num_tokens * top_k;
     counts[threadIdx.x] = 0;
+    if (threadIdx.x == 0) num_free = 0;
     let_next_start();
     wait_for_previous();
+    if (filled != nullptr) {
+        if (threadIdx.x < num_spares) {
+            const int expert = filled[threadIdx.x];
+            if (expert >= 0) address[expert] = spares[threadIdx.x];
+        }
+        if (threadIdx.x < MAX_ROUTES) used[threadIdx.x] = -1;
+        if (warp == 0) {
+            int num = 0;  // free places so far, in order
+            for (int first = 0; first < num_spares; first += 32) {
+                const bool free = first + lane < num_spares && filled[first + lane] == -1;
+                const u32 all = __ballot_sync(~0u, free);
+                const int at = num + __popc(all & ((1u << lane) - 1));
+                if (free && at < MAX_ROUTES) free_places[at] = first + lane;
+                num += __popc(all);
+            }
+            if (lane == 0) num_free = min(num, MAX_ROUTES);
+        }
+    }
     if (logits != nullptr) {
         if (warp < num_tokens) {
             // A lane holds experts lane, lane + 32, ..; 0 stands for none.
@@ -81,10 +107,14 @@ extern "C" __global__ void __launch_bounds__(512)
         chosen[threadIdx.x] = experts[threadIdx.x];
     }
     __syncthreads();
-    if (threadIdx.x < num_routes) atomicAdd(&counts[chosen[threadIdx.x]], 1);
+    const bool routed = threadIdx.x < num_routes && (live == nullptr || live[threadIdx.x / top_k] >= 0);
+    if (routed) atomicAdd(&counts[chosen[threadIdx.x]], 1);
     __syncthreads();
 
-    const int count = counts[threadIdx.x], own = count | (count > 0) << 16;
+    const int count = counts[threadIdx.x];
+    const u64 from = count > 0 ? address[threadIdx.x] : 0;
+    const bool host = filled != nullptr && (from & HOST);
+    const int own = count | (count > 0) << HITS | host << MISSES;
     int before = own;  // inclusive over the warp
     for (int step = 1; step < 32; step <<= 1) {
         const int left = __shfl_up_sync(~0u, before, step);
@@ -95,20 +125,34 @@ extern "C" __global__ void __launch_bounds__(512)
     before -= own;
     for (int w = 0; w < warp; w++) before += totals[w];
     place[threadIdx.x] = before;
-    if (count > 0)
-        reinterpret_cast<Slot*>(plan)[before >> 16] = {address[threadIdx.x], (unsigned short)before,
-                                                       (unsigned short)count, (int)threadIdx.x};
+    if (count > 0) {
+        const int slot = before >> HITS & COUNT, miss = before >> MISSES;
+        reinterpret_cast<Slot*>(plan)[slot] = {host ? from & ~HOST : from, (unsigned short)(before & COUNT),
+                                               (unsigned short)count, (int)threadIdx.x};
+        if (filled != nullptr) {
+            u64 keep = host ? HOST : 0;
+            if (host && miss < num_free) {
+                keep |= spares[free_places[miss]];
+                filled[free_places[miss]] = threadIdx.x;
+            }
+            reinterpret_cast<u64*>(plan + PLAN_KEEP)[slot] = keep;
+            used[slot] = threadIdx.x;
+        }
+    }
     if (threadIdx.x == MAX_EXPERTS - 1) {
-        const int num_slots = (before + own) >> 16;
+        const int num_slots = (before + own) >> HITS & COUNT;
         plan[PLAN_NUM] = num_slots;
         atomicAdd(counters + EXPERTS_READ, (u64)num_slots);
     }
     __syncthreads();
     if (threadIdx.x < num_routes) {
         const int expert = chosen[threadIdx.x];
-        int at = place[expert] & 0xffff;
-        for (int r = 0; r < threadIdx.x; r++) at += chosen[r] == expert;
-        plan[PLAN_TOKENS + at] = threadIdx.x / top_k;
+        int at = -1;
+        if (routed) {
+            at = place[expert] & COUNT;
+            for (int r = 0; r < threadIdx.x; r++) at += chosen[r] == expert && (live == nullptr || live[r / top_k] >= 0);
+            plan[PLAN_TOKENS + at] = threadIdx.x / top_k;
+        }
         plan[PLAN_PLACES + threadIdx.x] = at;
     }
 }
