@@ -76,10 +76,13 @@ def gptq(weight: torch.Tensor, *, bits=4, group=32, symmetric=True, version=1, a
     codes, scales, zeros, groups, values = quantize(
         weight, bits, K if group == -1 else group, symmetric=symmetric, order=order
     )
-    stored = zeros - (1 if version == 1 else 0)
+    ones = int(
+        "1" * 8 if bits == 4 else "01" * 4, 16
+    )  # version 1 takes 1 off each, with borrows between them
+    stored = words(zeros.T, bits).view(np.uint32) - np.uint32(ones if version == 1 else 0)
     return {
         "qweight": torch.from_numpy(words_down(codes.T, bits)),
-        "qzeros": torch.from_numpy(words((stored % 2**bits).T, bits)),
+        "qzeros": torch.from_numpy(stored.view(np.int32)),
         "scales": torch.from_numpy(scales.T.copy()),
         "g_idx": torch.from_numpy(groups.astype(np.int32)),
     }, values  # fmt: skip
@@ -486,15 +489,24 @@ def test_dynamic_rules_and_groups_of_a_declaration(tmp_path):
     assert oracle.relative_error(one_pass(load(folder), IDS), oracle.oracle_logits(model, IDS)) < oracle.BOUND
 
 
-LIBRARY = Path(__file__).parents[1] / "data" / "compressed_tensors"
-
-
-@pytest.mark.parametrize(
-    "folder", sorted(p.parent for p in LIBRARY.glob("*/config.json")), ids=lambda p: p.name
+LIBRARIES = Path(__file__).parents[1] / "data"
+BY_LIBRARIES = sorted(
+    file.parent
+    for library in ("autoawq", "compressed_tensors", "gptqmodel")
+    for file in (LIBRARIES / library).glob("*/config.json")
 )
+
+
+def test_each_format_has_a_checkpoint_of_its_library_for_each_family():
+    found = {(folder.parent.name, read_model(folder).family) for folder in BY_LIBRARIES}
+    assert found == {(folder.parent.name, family) for folder in BY_LIBRARIES for family in FAMILIES}
+    assert len(BY_LIBRARIES) >= 22
+
+
+@pytest.mark.parametrize("folder", BY_LIBRARIES, ids=lambda p: f"{p.parent.name}-{p.name}")
 @pytest.mark.parametrize("packed", [True, False])
-def test_checkpoints_of_the_compressed_tensors_library(folder, packed):
-    """Made by the library itself (make.py there); logits of its own unpacking, by transformers, beside them."""
+def test_checkpoints_of_the_formats_own_libraries(folder, packed):
+    """Made by the libraries themselves (make.py there); logits of their own unpacking, by transformers, beside them."""
     want = torch.from_numpy(np.load(folder / "logits.npy"))
     model = load(folder, packed=packed)
     assert oracle.relative_error(one_pass(model, list(range(3, 27))), want) < oracle.BOUND

@@ -3,7 +3,8 @@
 Layouts as their libraries document them; little-endian words. Letters: N outputs, K inputs, G groups of K.
 
 - gptq: qweight [K x bits / 32, N] and qzeros [G, N x bits / 32], values in order from the low bits; scales [G, N];
-  g_idx [K], the group of each input. Version 1 stores zeros less 1.
+  g_idx [K], the group of each input. Version 1 stores zeros less 1, taken off the words: a zero of 0 borrows from the
+  value after it.
 - awq: qweight [K, N / 8], qzeros [G, N / 8], eight outputs a word in the order 0 2 4 6 1 3 5 7; scales [G, N].
 - compressed: weight_packed [N, K x bits / 32], values more by 2^(bits-1), in order; weight_zero_point packed along N.
 - fp8: weight [N, K] e4m3; scale of each row, block of rows and columns, or all.
@@ -107,7 +108,8 @@ def _order(matrix: StoredMatrix, groups: Tensor) -> Tensor | None:
 def _gptq(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[RowCodes, Tensor | None]:
     bits = matrix.form.bits
     words = tensors["qweight"].t().contiguous()
-    zeros = _unpacked(tensors["qzeros"], bits)[:, : matrix.shape[0]].t().to(torch.int16) + matrix.zero_shift
+    ones = 0x11111111 if bits == 4 else 0x01010101
+    zeros = _unpacked(tensors["qzeros"] + matrix.zero_shift * ones, bits)[:, : matrix.shape[0]].t()
     scales, offsets = _scales(matrix, tensors["scales"].t()), _zeros(matrix, zeros)
     order = _order(matrix, tensors["g_idx"]) if "g_idx" in tensors else None
     if order is None and matrix.permuted:
