@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from packhorse.store.experts import ExpertCache
+from packhorse.store.experts import ExpertCache, LateUpdates
 
 
 def slots_are_whole(cache: ExpertCache, num_slots: int) -> None:
@@ -61,3 +61,73 @@ def test_a_repeating_choice_is_held():
         missed = cache.slots[:, expert] < 0
         cache.update(np.full((2, 1), expert), np.where(missed, expert, -1)[:, None])
     assert cache.stats.misses == 6 and cache.stats.hits == 74
+
+
+class PlainCard:
+    """What the kernels do to the table, in plain words: address of an expert is a slot, or -1 for its host copy."""
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self.cache = cache
+        self.address = cache.slots.copy()
+        self.content = {int(slot): (l, e) for (l, e), slot in np.ndenumerate(cache.slots) if slot >= 0}
+        self.spares = np.full_like(cache.spares, -1)
+        self.filled = np.full(cache.spares.shape, -2)
+        self.reads = self.missed = 0
+
+    def step(self, rows: np.ndarray, routed: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Changes, then each layer: places filled before enter, experts are read, misses are written to free places."""
+        experts, spares = self.address.shape[1], self.spares.shape[1]
+        for layer, place in np.argwhere(self.filled >= 0):
+            self.address[layer, self.filled[layer, place]] = self.spares[layer, place]
+        for expert, _, _ in rows[rows[:, 0] >= 0]:
+            self.address[divmod(expert, experts)] = -1
+        for _, place, slot in rows[rows[:, 1] >= 0]:
+            self.spares[divmod(place, spares)] = slot
+            self.filled[divmod(place, spares)] = -1
+            self.content.pop(int(slot), None)
+        used = np.full((len(routed), 8), -1)
+        for layer, chosen in enumerate(routed):
+            for place in np.flatnonzero(self.filled[layer] >= 0):
+                self.address[layer, self.filled[layer, place]] = self.spares[layer, place]
+            free = [int(place) for place in np.flatnonzero(self.filled[layer] == -1)]
+            for at, expert in enumerate(sorted(set(chosen))):
+                used[layer, at] = expert
+                self.reads += 1
+                slot = int(self.address[layer, expert])
+                if slot >= 0:
+                    assert self.content[slot] == (layer, expert), "a slot was read that holds another expert"
+                    continue
+                self.missed += 1
+                if free:
+                    place = free.pop(0)
+                    self.filled[layer, place] = expert
+                    slot = int(self.spares[layer, place])
+                    assert slot not in self.address.ravel().tolist(), "a slot was written that is still read"
+                    self.content[slot] = (layer, expert)
+        return used, self.filled.copy()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.37, 0.8])
+@pytest.mark.parametrize("spares", [1, 2, 4])
+def test_decisions_one_step_late_never_point_at_a_wrong_slot(share, spares):
+    """Random steps: what is read is always the expert that was asked for, and popular ones come to stay."""
+    rng = np.random.default_rng(3)
+    layers, experts = 3, 16
+    num_slots = int(share * layers * experts) + layers * spares
+    cache = ExpertCache(layers, experts, num_slots, spares)
+    card, late = PlainCard(cache), LateUpdates(cache)
+    wanted = 1 / np.arange(1, experts + 1)
+    seen = None
+    for step in range(900):
+        rows = late.begin(seen)
+        taken = rows[rows[:, 1] >= 0]
+        assert len(set(taken[:, 1].tolist())) == len(taken) == len(set(taken[:, 2].tolist()))
+        if step == 300:
+            card.reads = card.missed = 0
+        routed = [rng.choice(experts, size=4, p=wanted / wanted.sum()).tolist() for _ in range(layers)]
+        seen = card.step(rows, routed)
+        late.decide()
+        slots_are_whole(cache, num_slots)
+    # The experts that are wanted most are there more often than chance has it.
+    assert card.missed / card.reads < (1 - share if share else 1.001)
+    assert cache.stats.fills > 100

@@ -16,10 +16,10 @@ import oracle
 from engines import ask, make_engine, one_pass
 from packed_cases import random_codes
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import UsageError, WeightsError
+from packhorse.core.errors import DoesNotFitError, UsageError, WeightsError
 from packhorse.core.formats import PACKED
 from packhorse.core.units import GIB, MIB
-from packhorse.engine.size import size_engine
+from packhorse.engine.size import SPARES, size_engine
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.read import read_model
 from packhorse.kernels.linear import int4
@@ -38,13 +38,13 @@ WIDE_HYBRID = {"linear_num_value_heads": 8, "linear_num_key_heads": 2}
 IDS = oracle.random_ids(70, seed=3)
 
 
-def wide_model(family: str):
+def wide_model(family: str, **more):
     fields = dict(WIDE)
     if "moe" in family or family == "qwen3_next":
         fields |= WIDE_MOE
     if family in oracle.HYBRIDS:
         fields |= WIDE_HYBRID
-    return oracle.make_model(family, **fields)
+    return oracle.make_model(family, **fields | more)
 
 
 def load(
@@ -274,3 +274,35 @@ def test_a_bf16_model_on_a_cpu_takes_torchs_product(family, tmp_path):
     exact = one_pass(load(path), IDS)
     plain = oracle.rms_error(one_pass(load(path, packed=False, dtype=torch.bfloat16), IDS), exact)
     assert oracle.rms_error(one_pass(model, IDS), exact) < 3 * plain < 0.3
+
+
+def test_experts_give_way_to_a_cap(tmp_path):
+    """On a card with less and less memory: first all stays, then slots shrink, then it is refused with the least cap
+    that works; no plan exceeds its cap, and what is not on the card is counted in host memory."""
+    model = wide_model("qwen3_moe", num_hidden_layers=6, num_experts=16)
+    facts = read_model(write_model(model, tmp_path / "m.gguf", quant=gguf.GGMLQuantizationType.Q8_0))
+    config = EngineConfig(context=256, sequences=2, kv="fp8", dtype="fp16", device="cuda")
+    whole = size_engine(facts, config, "fp16", 8 * GIB)
+    assert whole.packed and whole.expert_slots is None and whole.pinned_bytes == 0
+    experts = account.packed_expert_bytes(facts)
+    embedding = account.embedding_bytes(facts, "fp16", packed=True)
+    assert experts > 0 and whole.host_bytes == embedding
+    assert whole.weight_bytes == account.weight_bytes(facts, "fp16", packed=True) - embedding
+    block = experts // (sum(facts.moe_layers) * facts.moe.num_experts)
+    # With room for one page of each sequence less than everything: two pages are what the context needs.
+    cap, last = whole.device_bytes - whole.kv_bytes + 4 * whole.page_bytes - 1, None
+    while True:
+        try:
+            sizes = size_engine(facts, config, "fp16", cap, host_bytes=embedding + experts)
+        except DoesNotFitError as error:
+            least = error.asked
+            break
+        assert sizes.device_bytes <= cap < sizes.device_bytes + block + sizes.page_bytes * 8
+        assert sizes.pinned_bytes == experts and sizes.host_bytes == experts + embedding
+        assert sizes.num_pages * 64 == 256 and "routed experts" in sizes.notes[-1]
+        assert last is None or last > sizes.expert_slots
+        last, cap = sizes.expert_slots, cap - block
+    assert last is not None
+    assert size_engine(facts, config, "fp16", least).expert_slots == 2 * sum(facts.moe_layers) * SPARES
+    with pytest.raises(DoesNotFitError, match="host memory"):
+        size_engine(facts, config, "fp16", least, host_bytes=experts)

@@ -69,7 +69,7 @@ def test_bf16_is_refused_where_the_card_has_none():
     if card_arch(0) >= 80:
         pytest.skip("this card has bf16: run with --as-arch 75")
     facts = read_model(oracle.shared_checkpoint("qwen3")[1])
-    with pytest.raises(UnsupportedCardError, match="7.5"):
+    with pytest.raises(UnsupportedCardError, match=r"7\.5"):
         load_engine(facts, EngineConfig(dtype="bf16", device="cuda"), IdsAsText)
 
 

@@ -11,17 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import expert_blocks
 import oracle
 from engines import RecordingRunner, make_engine, run_all
 from packhorse.core.formats import PACKED
 from packhorse.core.types import Request, SamplingParams
 from packhorse.core.units import ceil_div
+from packhorse.engine.experts import resident_table
 from packhorse.engine.graphs import StepGraphs
 from packhorse.facts.read import read_model
 from packhorse.kernels.cuda.launch import card_arch
 from packhorse.layers.linear import Linear, PackedLinear, Piece
 from packhorse.models.checkpoint import open_checkpoint
-from packhorse.models.experts import join_experts
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.quant.packed import Codes, PackedTensor, pack
@@ -82,7 +83,8 @@ def engine_of(model: Model, kv: str | None, steps: str | None, sequences: int = 
     """steps: None without step kernels, else `eager` or `captured`."""
     engine = make_engine(model, device="cuda", kv=kv, sequences=sequences)
     if steps is not None:
-        experts = join_experts(model)
+        blocks = expert_blocks.join(model)
+        experts = None if blocks is None else resident_table(blocks)
         engine.runner.graphs = StepGraphs(
             model,
             engine.store,
@@ -170,7 +172,7 @@ def test_what_has_no_step_kernels_is_said():
     assert "fp32" in StepGraphs.misfit(model, engine.store, None, 4)
     model = tiny("qwen3_5_moe", torch.float16, False)
     engine = make_engine(model, device="cuda")
-    assert "not packed" in StepGraphs.misfit(model, engine.store, join_experts(model), 4)
+    assert "not packed" in StepGraphs.misfit(model, engine.store, None, 4)
 
 
 def test_finished_sequences_leave_their_pages_to_others():

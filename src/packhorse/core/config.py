@@ -37,6 +37,9 @@ class EngineConfig:
     auto: packed on a card; on a CPU, where products of unpacked weights are faster, only as memory demands."""
     device: str = "cpu"
     """Where the model runs: cpu or cuda[:N]."""
+    vram: int | None = None
+    """Bytes of the card's memory that this process may take, by the driver's figure. None: what is free. Routed
+    experts that find no room stay in pinned host memory."""
     exact: bool = False
     """Fixed shapes and order of every sum: chunking, batching and reuse change no bit. fp32, slower."""
     threads: int | None = None
@@ -91,6 +94,11 @@ class EngineConfig:
             )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UsageError(f"device {self.device!r} is not known.", hint="Choose cpu, cuda or cuda:N.")
+        if self.vram is not None and self.device == "cpu":
+            raise UsageError(
+                "A cap on a card's memory was given, and the device is cpu.",
+                hint="Give --device cuda too, or leave out --vram.",
+            )
         if self.exact and self.device != "cpu":
             raise UsageError(
                 f"exact mode is for the CPU, and the device is {self.device}.",

@@ -4,7 +4,8 @@
     device         | the same, at the addresses that the graph reads | logits [S, V] fp32 |
 
 A step writes the first line, copies it over and replays the graph. Places are: first row, tokens, position, row's
-sequence, row's position, state slot. A sequence that is not there has no tokens, and its row is nobody's.
+sequence, row's position, state slot. A sequence that is not there has no tokens, and its row is
+nobody's: it routes to no expert.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from packhorse.core.errors import UsageError
 from packhorse.core.types import PAGE_LEN, LayerKind
 from packhorse.core.units import ceil_div
+from packhorse.engine.experts import StreamedExperts
 from packhorse.engine.schedule import Work
 from packhorse.kernels.attention.cuda import DecodeBatch, PagedAttention
 from packhorse.kernels.experts.cuda import ExpertTable, new_counters
@@ -27,12 +29,15 @@ from packhorse.store.kv import KVStore, StoredSequence
 
 BUCKETS = (1, 2, 4, 8, 16)
 
+Experts = ExpertTable | StreamedExperts | None
+"""All on the card, some in host memory, or none."""
+
 
 class StepGraphs:
     """Runs steps in which each sequence has one token. sequences: at once, at most 16. max_len: tokens of the longest.
 
-    experts: of `models.experts.join_experts`, where the model has any. capture: False runs the same kernels one by
-    one (tests compare). progress(done, total): graphs captured.
+    experts: where the model's routed experts are, if it has any. capture: False runs the same kernels one by one
+    (tests compare). progress(done, total): graphs captured.
 
     Raises UsageError, saying why, where the model or the store has no step kernels.
     """
@@ -41,7 +46,7 @@ class StepGraphs:
         self,
         model: Model,
         store: KVStore,
-        experts: ExpertTable | None,
+        experts: Experts,
         *,
         sequences: int,
         max_len: int,
@@ -52,6 +57,7 @@ class StepGraphs:
         if why is not None:
             raise UsageError(f"{model.facts.name} has no decode graphs: {why}.", hint="It runs without them.")
         self.model = model
+        self.streamed = experts if isinstance(experts, StreamedExperts) else None
         self.counters = new_counters(model.device)
         self.num_steps = 0
         self._capture = capture
@@ -75,7 +81,7 @@ class StepGraphs:
                 progress(done + 1, len(sizes))
 
     @staticmethod
-    def misfit(model: Model, store: KVStore, experts: ExpertTable | None, sequences: int) -> str | None:
+    def misfit(model: Model, store: KVStore, experts: Experts, sequences: int) -> str | None:
         """Why these have no step kernels, in words; None where they have."""
         facts = model.facts
         if store.geometry.codec.name == "fp32":
@@ -97,6 +103,8 @@ class StepGraphs:
     def run(self, spans: Sequence[Work]) -> Tensor:
         """Logits [len(spans), V] fp32 of spans of one token each: valid until the next call."""
         bucket = next(b for b in self._buckets if b.size >= len(spans))
+        if self.streamed is not None:
+            self.streamed.begin_step()
         ids = torch.tensor([span.token_ids[0] for span in spans])
         bucket.place(spans)
         bucket.rows[: len(spans)].copy_(self.model.embed(ids.to(self.model.embed_device)), non_blocking=True)
@@ -104,6 +112,8 @@ class StepGraphs:
             bucket.graph.replay()
         else:
             bucket.logits = bucket.forward(self.model)
+        if self.streamed is not None:
+            self.streamed.after_step()
         self.num_steps += 1
         return bucket.logits[: len(spans)]
 
@@ -121,7 +131,7 @@ class _Bucket:
         self,
         model: Model,
         store: KVStore,
-        experts: ExpertTable | None,
+        experts: Experts,
         attention: PagedAttention,
         workspace: Tensor,
         unused: Tensor,
@@ -149,8 +159,10 @@ class _Bucket:
             mixed = torch.zeros(shape, dtype=model.dtype, device=device)
             turns = torch.zeros(self.size, delta.num_k_heads, dtype=torch.int32, device=device)
         attended = torch.zeros(self.size, facts.num_heads, facts.head_dim, dtype=model.dtype, device=device)
+        self._streamed = experts if isinstance(experts, StreamedExperts) else None
+        table = experts.table if isinstance(experts, StreamedExperts) else experts
         self.context = StepContext(
-            batch, slots, attention, workspace, attended, mixed, turns, counters, experts
+            batch, slots, attention, workspace, attended, mixed, turns, counters, table
         )
         self._layers = []
         for index, kind in enumerate(facts.layer_kinds):
@@ -187,10 +199,14 @@ class _Bucket:
 
     def forward(self, model: Model) -> Tensor:
         """The step's kernels, from `rows` to logits [size, V]."""
+        if self._streamed is not None:
+            self._streamed.in_step()
         self.context.cos_sin = model.rope.cos_sin(self.context.batch.row_position)
         x = self.rows
         for index, layer in enumerate(model.layers):
             x = layer.step(x, self._layers[index], model.weights.layer(index))
+        if self._streamed is not None:
+            self._streamed.end_step()
         return model.head_step(x)
 
     @torch.inference_mode()

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError, UnsupportedCardError, UsageError
-from packhorse.core.units import format_bytes
+from packhorse.core.types import Request, SamplingParams
+from packhorse.core.units import ceil_div, format_bytes
+from packhorse.engine.card import CardMemory
 from packhorse.engine.engine import Engine
-from packhorse.engine.graphs import StepGraphs
+from packhorse.engine.experts import StreamedExperts, resident_table
+from packhorse.engine.graphs import Experts, StepGraphs
 from packhorse.engine.identity import model_identity
 from packhorse.engine.output import Detokenizer
 from packhorse.engine.runner import Runner
@@ -20,9 +24,14 @@ from packhorse.engine.size import Sizes, size_engine
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
 from packhorse.kernels.cuda.launch import card_arch
+from packhorse.layers.step import misfit
 from packhorse.models.checkpoint import open_checkpoint
+from packhorse.models.experts import ExpertLayout
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
+from packhorse.plan.account import SEGMENT_LEN
+from packhorse.quant.packed import aligned_bytes
+from packhorse.store.arena import PinnedArena
 from packhorse.store.durable import DurableStore
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
@@ -32,11 +41,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine and what was decided while it was made. notes: for people, to be printed at start."""
+    """An engine and what was decided while it was made. notes: for people, to be printed at start. card: its memory,
+    None on a CPU."""
 
     engine: Engine
     sizes: Sizes
     notes: tuple[str, ...]
+    card: CardMemory | None = None
 
 
 def load_engine(
@@ -47,16 +58,31 @@ def load_engine(
 ) -> Loaded:
     """Size the pools, load the weights, make the engine. progress(done, total) counts tensors.
 
-    Raises UsageError or UnsupportedCardError for a device or type this machine lacks, DoesNotFitError before anything is loaded,
-    and WeightsError or CorruptFileError from the checkpoint.
+    Raises UsageError or UnsupportedCardError for a device or type this machine lacks, DoesNotFitError before
+    anything is loaded, and WeightsError or CorruptFileError from the checkpoint.
     """
     hardware = probe()
     check_device(config)
     threads = set_threads(config, hardware)
     dtype, why = choose_dtype(config, hardware)
-    sizes = size_engine(facts, config, dtype, available_bytes(config, hardware))
+    card = None if config.device == "cpu" else CardMemory(config.device, config.vram)
+    host = host_bytes(config, hardware)
+    sizes = size_engine(facts, config, dtype, host if card is None else card.cap, host)
+    why_not = misfit(facts, DTYPES[dtype])
+    if sizes.expert_slots is not None and why_not is not None:
+        raise UsageError(
+            f"{facts.name} does not fit on the card as a whole, and its experts cannot be streamed: {why_not}.",
+            hint="Compute in 16 bits (--dtype), raise --vram, or use a smaller model.",
+        )
     geometry = StoreGeometry.of(facts, DTYPES[dtype], config.page_len, sizes.kv)
     disk, identity = open_disk(facts, config, geometry, sizes)
+    arena = PinnedArena(sizes.pinned_bytes) if sizes.pinned_bytes else None
+
+    def expert_memory(layout: ExpertLayout) -> Tensor:
+        if arena is not None:
+            return arena.bytes[: layout.total_bytes]
+        return aligned_bytes(layout.total_bytes, config.device)
+
     model = load_model(
         facts,
         open_checkpoint(facts),
@@ -64,8 +90,10 @@ def load_engine(
         device=config.device,
         exact=config.exact,
         packed=sizes.packed,
+        experts=None if card is None else expert_memory,
         progress=progress,
     )
+    experts = place_experts(model, arena, sizes)
     store = KVStore(
         geometry,
         num_pages=sizes.num_pages,
@@ -83,7 +111,7 @@ def load_engine(
         about["page_len"] = str(config.page_len)
         number = 0 if disk is None else disk.add_model(identity, about)
         store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
-    graphs, stepping = step_graphs(model, store, config, sizes)
+    graphs, stepping = step_graphs(model, store, experts, config, sizes)
     engine = Engine(
         Runner(model, graphs=graphs),
         store,
@@ -93,6 +121,8 @@ def load_engine(
         eos_ids=facts.eos_ids,
         detokenizer=detokenizer,
     )
+    if card is not None:
+        warm_up(engine, config, sizes)
     planned = f"planned {format_bytes(sizes.total_bytes)}: weights {format_bytes(sizes.weight_bytes)}, KV "
     planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens in pages of "
     planned += f"{config.page_len}"
@@ -101,25 +131,48 @@ def load_engine(
         planned += f"; the store {disk.folder} holds {held} of {format_bytes(disk.quota)}"
         if disk.counters["emptied"]:
             planned += ", and was emptied: it was damaged or of an older layout"
-    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping))
+    if card is not None:
+        planned += f"; the card's driver counts {format_bytes(card.used_bytes())} of {format_bytes(card.cap)}"
+    notes = (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping)
+    return Loaded(engine, sizes, notes, card)
+
+
+def warm_up(engine: Engine, config: EngineConfig, sizes: Sizes) -> None:
+    """Run the largest shapes once, so that all that is ever loaded or taken of a card is there before requests come: a
+    prompt longer than attention reads at once beside another that is answered."""
+    length = max(1, min(sizes.context - 9, SEGMENT_LEN + config.chunk_len))
+    lengths = [min(16, length), length][-config.sequences :]
+    for name, num in enumerate(lengths):
+        ids = tuple(range(2, 2 + min(num, 500))) * ceil_div(num, 500)
+        request = Request(f"warm-up {name}", ids[:num], SamplingParams(max_tokens=8), store=False)
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            if event.error is not None:
+                raise event.error
+
+
+def place_experts(model: Model, arena: PinnedArena | None, sizes: Sizes) -> Experts:
+    """Where decode steps find the routed experts of a model on a card; None where they have no kernels for them."""
+    if model.experts is None:
+        return None
+    if arena is None:
+        return resident_table(model.experts)
+    assert sizes.expert_slots is not None
+    return StreamedExperts(model, arena, sizes.expert_slots)
 
 
 def step_graphs(
-    model: Model, store: KVStore, config: EngineConfig, sizes: Sizes
+    model: Model, store: KVStore, experts: Experts, config: EngineConfig, sizes: Sizes
 ) -> tuple[StepGraphs | None, tuple[str, ...]]:
     """Captured decode steps where the device is a card and there are kernels for the model, and what to say of it."""
     if config.device == "cpu" or config.exact:
         return None, ()
-    if any(model.facts.moe_layers):
-        # Their kernels are tested on a card, the captured step around them is not yet.
-        why: object = "with routed experts they have not been tested on a card yet"
-    else:
-        try:
-            graphs = StepGraphs(model, store, None, sequences=config.sequences, max_len=sizes.context)
-            return graphs, ("decode steps are captured graphs",)
-        except UsageError as error:  # shapes for which there are no kernels: the layers run everywhere
-            why = error
-    return None, (f"decode steps run kernel by kernel, without graphs: {why}",)
+    try:
+        graphs = StepGraphs(model, store, experts, sequences=config.sequences, max_len=sizes.context)
+        return graphs, ("decode steps are captured graphs",)
+    except UsageError as error:  # shapes for which there are no kernels: the layers run everywhere
+        return None, (f"decode steps run kernel by kernel, without graphs: {error}",)
 
 
 def open_disk(
@@ -194,8 +247,8 @@ def choose_dtype(config: EngineConfig, hardware: HardwareFacts) -> tuple[str, st
     return dtype, f"computes in {dtype} on {config.device}, which has no bf16 products"
 
 
-def available_bytes(config: EngineConfig, hardware: HardwareFacts) -> int:
-    """Memory of the device that an engine may take now. Raises DoesNotFitError where `config.ram` is not there."""
+def host_bytes(config: EngineConfig, hardware: HardwareFacts) -> int:
+    """Host memory that weights may take. Raises DoesNotFitError where `config.ram` is not there."""
     if config.ram > hardware.ram_available:
         raise DoesNotFitError(
             f"{format_bytes(config.ram)} of host memory were asked for, and {format_bytes(hardware.ram_available)} "
@@ -205,6 +258,4 @@ def available_bytes(config: EngineConfig, hardware: HardwareFacts) -> int:
             unit="bytes",
             hint="Lower --ram.",
         )
-    if config.device == "cpu":
-        return hardware.ram_available - config.ram
-    return torch.cuda.mem_get_info(config.device)[0]
+    return hardware.ram_available - config.ram

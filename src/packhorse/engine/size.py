@@ -1,6 +1,7 @@
 """How large the pools are: settings, model and machine in, byte counts out. Pure Python.
 
-    memory of the device | weights | KV pages | states | working space | left alone |
+    memory of the device | weights | KV pages | states | working space | expert slots, layer buffers | runtime |
+    host memory of a card| the embedding | every routed expert, where not all find room on the card |
 
 All is decided before a byte of weights is read; what does not fit is refused with both numbers.
 """
@@ -22,6 +23,8 @@ from packhorse.plan import account
 LEFT_ALONE = account.PROCESS_BYTES
 SCORES_BYTES = 256 * MIB
 """What attention's scores may take at once on a card, where the reference kernel writes them out."""
+SPARES = 2
+"""Experts that each layer may keep in one step of those it read over the link: each is written to the card once."""
 SCORES_COPIES = 4
 """Tensors of their size that live at once there: scores, mask, shifted, exponentials."""
 
@@ -29,8 +32,10 @@ SCORES_COPIES = 4
 @dataclass(frozen=True)
 class Sizes:
     """What the engine allocates. kv: the codec of K and V. context: tokens one request may hold. segment_len:
-    keys attention reads at once; None is the store's own choice. notes: what was decided that a person may not
-    expect."""
+    keys attention reads at once; None is the store's own choice. expert_slots: routed experts that the card holds at
+    once, None where it holds all or there are none; expert_bytes: these slots and the buffers of two layers.
+    host_bytes: of a card's weights that lie in host memory, pinned_bytes the experts of them. runtime_bytes: what
+    the device takes beside all this. notes: what was decided that a person may not expect."""
 
     dtype: str
     kv: str
@@ -42,6 +47,11 @@ class Sizes:
     workspace_bytes: int
     segment_len: int | None = None
     packed: bool = False
+    expert_slots: int | None = None
+    expert_bytes: int = 0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+    runtime_bytes: int = LEFT_ALONE
     notes: tuple[str, ...] = ()
 
     @property
@@ -51,8 +61,14 @@ class Sizes:
 
     @property
     def total_bytes(self) -> int:
-        """Everything planned."""
-        return self.weight_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes
+        """Everything planned on the device but the runtime."""
+        fixed = self.weight_bytes + self.state_bytes + self.workspace_bytes
+        return fixed + self.kv_bytes + self.expert_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Everything planned on the device."""
+        return self.total_bytes + self.runtime_bytes
 
 
 def check_window(facts: ModelFacts, config: EngineConfig, max_tokens: int | None = None) -> None:
@@ -82,8 +98,15 @@ def check_window(facts: ModelFacts, config: EngineConfig, max_tokens: int | None
         )
 
 
-def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_bytes: int) -> Sizes:
-    """The pools of an engine that may take `available_bytes` of its device's memory.
+def size_engine(
+    facts: ModelFacts,
+    config: EngineConfig,
+    dtype: str,
+    available_bytes: int,
+    host_bytes: int | None = None,
+) -> Sizes:
+    """The pools of an engine that may take `available_bytes` of its device's memory and, beside a card, `host_bytes`
+    of host memory (None: as much as it wants).
 
     A context or KV pool that was asked for is given or refused; one that was not asked for is cut to what
     fits, and `notes` says so.
@@ -105,24 +128,85 @@ def size_engine(facts: ModelFacts, config: EngineConfig, dtype: str, available_b
         state_bytes=_state_bytes(facts, config, dtype),
         workspace_bytes=_workspace_bytes(facts, config, dtype, decodes=kv != dtype),
         segment_len=_segment_len(facts, config, dtype),
+        runtime_bytes=LEFT_ALONE if config.device == "cpu" else account.runtime_bytes(),
     )
-    room = available_bytes - LEFT_ALONE - fixed.total_bytes
+    room = available_bytes - fixed.runtime_bytes - fixed.total_bytes
     pages = ceil_div(config.context or 1, config.page_len) * page_bytes
     packed, note = _keep_packed(facts, config, dtype, room - pages)
     cpu = config.device == "cpu" and not config.exact
     weight_bytes = account.weight_bytes(facts, dtype, packed=packed, cpu=cpu)
     fixed = replace(fixed, packed=packed, weight_bytes=weight_bytes, notes=note)
-    room -= weight_bytes
+    if config.device != "cpu":
+        embedding = account.embedding_bytes(facts, dtype, packed=packed)
+        fixed = replace(fixed, weight_bytes=weight_bytes - embedding, host_bytes=embedding)
+        if packed and fixed.weight_bytes + pages > room:
+            fixed = _stream_experts(facts, config, fixed, room)
+        _check_host(fixed, host_bytes)
+    room -= fixed.weight_bytes + fixed.expert_bytes
     if room < page_bytes:
+        needed = fixed.total_bytes + fixed.runtime_bytes + page_bytes
         raise DoesNotFitError(
-            f"{facts.name} in {dtype} needs {format_bytes(fixed.total_bytes + LEFT_ALONE + page_bytes)} "
-            f"before the first page of context, and {format_bytes(available_bytes)} is available.",
-            asked=fixed.total_bytes + LEFT_ALONE + page_bytes,
+            f"{facts.name} in {dtype} needs {format_bytes(needed)} before the first page of context, and "
+            f"{format_bytes(available_bytes)} is available.",
+            asked=needed,
             available=available_bytes,
             unit="bytes",
             hint="Use a smaller model, compute in 16 bits (--dtype), or free memory.",
         )
     return _with_pages(facts, config, fixed, room)
+
+
+def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int) -> Sizes:
+    """The sizes with routed experts in host memory and slots on the card; `fixed` where experts cannot be streamed.
+    room: bytes for weights, pages and experts. Raises DoesNotFitError where not even a layer's experts find room."""
+    experts = account.packed_expert_bytes(facts)
+    num_layers = sum(facts.moe_layers)
+    if not experts or facts.moe is None:
+        return fixed
+    num_experts = num_layers * facts.moe.num_experts
+    block, buffers = experts // num_experts, 2 * experts // num_layers
+    context = config.kv_tokens or min(config.context or facts.context, facts.context)
+    pages = ceil_div(context, config.page_len) * fixed.page_bytes
+    weights = fixed.weight_bytes - experts
+    least = weights + buffers + 2 * num_layers * SPARES * block
+    if config.context is None and config.kv_tokens is None:
+        # Nobody named a context: half of what is left is for pages, so that experts find room too.
+        pages = min(pages, max(0, room - least) // 2)
+    slots = (room - weights - buffers - pages) // block
+    if slots < 2 * num_layers * SPARES:
+        needed = room - (slots - 2 * num_layers * SPARES) * block
+        taken = fixed.runtime_bytes + fixed.state_bytes + fixed.workspace_bytes
+        raise DoesNotFitError(
+            f"{facts.name} needs {format_bytes(needed + taken)} of the card's memory for weights, {context:,} tokens "
+            f"of context and the experts of two layers, and {format_bytes(room + taken)} may be taken.",
+            asked=needed + taken,
+            available=room + taken,
+            unit="bytes",
+            hint=f"Give --vram of at least {format_bytes(needed + taken)}, a shorter --context, or a smaller --kv.",
+        )
+    slots = min(slots, num_experts + num_layers * SPARES)
+    note = f"{min(slots, num_experts):,} of {num_experts:,} routed experts on the card, all in pinned host memory"
+    return replace(
+        fixed,
+        weight_bytes=weights,
+        expert_slots=slots,
+        expert_bytes=slots * block + buffers,
+        pinned_bytes=experts,
+        host_bytes=fixed.host_bytes + experts,
+        notes=(*fixed.notes, note),
+    )
+
+
+def _check_host(sizes: Sizes, host_bytes: int | None) -> None:
+    if host_bytes is not None and sizes.host_bytes > host_bytes:
+        raise DoesNotFitError(
+            f"{format_bytes(sizes.host_bytes)} of host memory are needed for weights that are not on the card, and "
+            f"{format_bytes(host_bytes)} are available.",
+            asked=sizes.host_bytes,
+            available=host_bytes,
+            unit="bytes",
+            hint="Free memory, lower --ram, raise --vram, or use a smaller recipe.",
+        )
 
 
 def _keep_packed(
@@ -175,6 +259,9 @@ def _with_pages(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int
     notes = fixed.notes
     if config.kv_tokens is not None:
         num_pages = ceil_div(config.kv_tokens, page_len)
+    elif fixed.expert_slots is not None:
+        # One context, which sequences share: every page more is an expert less.
+        num_pages = min(fit, one)
     else:
         num_pages = min(fit, config.sequences * one)
     context = min(fixed.context, num_pages * page_len)

@@ -68,6 +68,18 @@ def has_delta_kernel(x: Tensor, num_tokens: int, state: Tensor) -> bool:
     return x.device.type != "cpu" and num_tokens > delta_ref.STEPWISE_MAX and chunk.fits(*state.shape[1:])
 
 
+FEW_TOKENS = linear_cuda.MAX_TOKENS
+"""Tokens for which `table_mix` is."""
+
+
+def table_mix(x: Tensor, weights: Tensor, experts: Tensor, table: experts_cuda.ExpertTable) -> Tensor:
+    """Routed experts of at most FEW_TOKENS tokens on a card, shapes of kernels.experts.ref.expert_mix. table: of one
+    layer."""
+    counters = experts_cuda.device_counters(x.device)
+    routes = experts_cuda.plan_routes(weights, experts, table, 0, counters)
+    return experts_cuda.expert_mix(linear_cuda.whole_tiles(x), routes, table, counters)
+
+
 def expert_mix(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices, *, exact: bool
 ) -> Tensor:

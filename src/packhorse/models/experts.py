@@ -1,51 +1,108 @@
 """Routed experts as one block of bytes each, where the kernels find them by address.
 
-block of an expert   | gate_up, packed | down, packed |      a whole number of 128-byte lines
+memory            | layer 0: block of expert 0, 1, ... | layer 1 | ...
+block of an expert| gate_up, packed | down, packed |      a whole number of 128-byte lines
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from packhorse.kernels.experts.cuda import ExpertTable
-from packhorse.models.model import Model
-from packhorse.quant.packed import PackedTensor, aligned_bytes
+from packhorse.core.formats import PackedFormat
+from packhorse.facts.model import ModelFacts
+from packhorse.models.packing import PiecePlan
+from packhorse.quant.packed import PackedTensor
+
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
-def join_experts(model: Model, place: Callable[[int, int], Tensor] | None = None) -> ExpertTable | None:
-    """Lay each layer's experts out as blocks, and say where they are. None where experts are dense or there are none.
+@dataclass(frozen=True)
+class ExpertLayout:
+    """What the blocks of a model's experts are made of: L layers with `num_experts` each, gate_up [2 inner, hidden]
+    and down [hidden, inner] of one expert, in one format each over all layers. layers: their numbers."""
 
-    place(moe layer, bytes): memory for a layer's blocks, uint8, on a 128-byte line; by default the model's device.
-    The model's own stacks become views of the blocks, layer after layer, so that the peak is one layer more.
+    layers: tuple[int, ...]
+    num_experts: int
+    gate_up: PackedFormat
+    down: PackedFormat
+    hidden: int
+    inner: int
 
-    Raises nothing: layers of one model share their formats, or the experts stay as they are (None).
-    """
-    mlps = [model.weights.layer(index).mlp for index in range(model.facts.num_layers)]
-    layers = [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
-    stacks = [(experts.gate_up_proj, experts.down_proj) for experts in layers]
-    if not stacks or not all(isinstance(stack, PackedTensor) for pair in stacks for stack in pair):
+    @property
+    def up_bytes(self) -> int:
+        """Of gate_up, which comes first."""
+        return self.gate_up.num_bytes(2 * self.inner, self.hidden)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one expert."""
+        return self.up_bytes + self.down.num_bytes(self.hidden, self.inner)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's experts."""
+        return self.num_experts * self.block_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all."""
+        return len(self.layers) * self.layer_bytes
+
+    def stacks(self, memory: Tensor) -> tuple[PackedTensor, PackedTensor]:
+        """gate_up [E, 2 inner, hidden] and down [E, hidden, inner] of one layer's blocks: views of memory, uint8
+        [layer_bytes]."""
+        blocks = memory.view(self.num_experts, self.block_bytes)
+
+        def stack(form: PackedFormat, part: Tensor, rows: int, cols: int) -> PackedTensor:
+            shape = (form.num_row_blocks(rows), form.row_bytes(cols))
+            return PackedTensor(form, part.unflatten(1, shape), rows, cols)
+
+        up, down = blocks[:, : self.up_bytes], blocks[:, self.up_bytes :]
+        return (
+            stack(self.gate_up, up, 2 * self.inner, self.hidden),
+            stack(self.down, down, self.hidden, self.inner),
+        )
+
+
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """The experts of a model and where they lie: memory, uint8 [total_bytes], in host memory or on a card, its first
+    byte on a 128-byte line."""
+
+    layout: ExpertLayout
+    memory: Tensor
+
+    def layer(self, index: int) -> Tensor:
+        """Blocks of the `index`-th layer with experts."""
+        size = self.layout.layer_bytes
+        return self.memory[index * size : (index + 1) * size]
+
+    def stack(self, path: str) -> PackedTensor:
+        """The view that is the parameter `path`, `layers.I.mlp.experts.*_proj`."""
+        number, _, name = path.removeprefix("layers.").partition(".")
+        gate_up, down = self.layout.stacks(self.layer(self.layout.layers.index(int(number))))
+        return gate_up if name == _GATE_UP else down
+
+
+def expert_layout(facts: ModelFacts, plans: Mapping[str, Any]) -> ExpertLayout | None:
+    """The layout where all experts stay packed, in one format a matrix over all layers; else None, and they stay
+    stacks of each layer. plans: by path of a parameter, its list[PiecePlan] or None where it is dense."""
+    layers = tuple(index for index, moe in enumerate(facts.moe_layers) if moe)
+    if facts.moe is None or not layers:
         return None
-    forms = {(gate_up.format, down.format) for gate_up, down in stacks}
-    if len(forms) > 1:
-        return None
-    first, (gate_up_form, down_form) = stacks[0], next(iter(forms))
-    num_experts, _, hidden = first[0].shape
-    inner = first[1].num_cols
-    up_bytes = gate_up_form.num_bytes(2 * inner, hidden)
-    block_bytes = up_bytes + down_form.num_bytes(hidden, inner)
-    address = torch.empty(len(stacks), num_experts, dtype=torch.int64)
-    for index, experts in enumerate(layers):
-        size = num_experts * block_bytes
-        memory = aligned_bytes(size, model.device) if place is None else place(index, size)
-        blocks = memory.view(num_experts, block_bytes)
-        parts = (blocks[:, :up_bytes], blocks[:, up_bytes:])
-        for name, part in zip(("gate_up_proj", "down_proj"), parts, strict=True):
-            stack: PackedTensor = getattr(experts, name)
-            data = part.unflatten(1, stack.data.shape[1:])
-            data.copy_(stack.data)
-            setattr(experts, name, PackedTensor(stack.format, data, stack.num_rows, stack.num_cols))
-        address[index] = blocks.data_ptr() + block_bytes * torch.arange(num_experts)
-    return ExpertTable(address.to(model.device), gate_up_form, down_form, hidden, inner)
+    forms = []
+    for name in (_GATE_UP, _DOWN):
+        found = [plans[f"layers.{index}.{name}"] for index in layers]
+        pieces: list[PiecePlan | None] = [None if plan is None else plan[0] for plan in found]
+        kinds = {None if piece is None else piece.form for piece in pieces}
+        form = kinds.pop()
+        if kinds or form is None:
+            return None
+        forms.append(form)
+    return ExpertLayout(
+        layers, facts.moe.num_experts, forms[0], forms[1], facts.hidden_size, facts.moe.expert_dim
+    )

@@ -18,6 +18,7 @@ from packhorse.core.protocols import CheckpointSource
 from packhorse.facts.model import ModelFacts
 from packhorse.kernels.linear import int4
 from packhorse.layers.linear import Piece
+from packhorse.models.experts import ExpertBlocks, ExpertLayout, expert_layout
 from packhorse.models.model import Model, Weight
 from packhorse.models.packing import PiecePlan, Run, allocate, fill, plan_pieces
 from packhorse.models.params import Param, Part, norm_param, single
@@ -53,22 +54,28 @@ def load_model(
     device: str = "cpu",
     exact: bool = False,
     packed: bool = False,
+    experts: Callable[[ExpertLayout], Tensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """The model with its weights in `dtype` on `device`. packed: matrices that are stored packed stay so.
-    progress(done, total) counts tensors.
+    experts: gives the memory for all routed experts, see ExpertBlocks.memory; asked once, and only where all of them
+    stay packed in one layout. progress(done, total) counts tensors.
 
     Raises WeightsError for missing, left-over, misshapen or non-finite tensors, naming them, and
     CorruptFileError from the source.
     """
     params = model_params(facts)
     chosen = _choose(params, source, facts)
+    plans = {p.path: plan_pieces(p, chosen[p.path], source) if packed else None for p in params}
+    layout = None if experts is None else expert_layout(facts, plans)
+    blocks = None if experts is None or layout is None else ExpertBlocks(layout, experts(layout))
     weights: dict[str, Weight] = {}
     jobs: dict[str, list[Job]] = {}
     for param in params:
-        weights[param.path] = _prepare(
-            param, chosen[param.path], source if packed else None, jobs, dtype, device
-        )
+        parts, plan = chosen[param.path], plans[param.path]
+        # Looked up by token, a few rows a step: its place is host memory.
+        place = "cpu" if param.path == "embed" and not facts.tied else device
+        weights[param.path] = _prepare(param, parts, plan, blocks, jobs, dtype, place)
     int4_product = device == "cpu" and dtype == torch.bfloat16 and not exact
     left = Counter(job.path for here in jobs.values() for job in here if isinstance(job, _Packed))
     names = [name for name in source.shapes if name in jobs]
@@ -92,7 +99,7 @@ def load_model(
         if progress is not None:
             progress(done, len(names))
     _check_tied_head(facts, source, weights["embed"])
-    return Model(facts, weights, dtype=dtype, device=device, exact=exact)
+    return Model(facts, weights, dtype=dtype, device=device, exact=exact, experts=blocks)
 
 
 class _Plain(NamedTuple):
@@ -118,13 +125,14 @@ Job = _Plain | _Packed
 def _prepare(
     param: Param,
     parts: tuple[Part, ...],
-    source: CheckpointSource | None,
+    plans: list[PiecePlan] | None,
+    blocks: ExpertBlocks | None,
     jobs: dict[str, list[Job]],
     dtype: torch.dtype,
     device: str,
 ) -> Weight:
-    """Memory of a parameter, and what fills it, by tensor of the checkpoint. source: None keeps all dense."""
-    plans = None if source is None else plan_pieces(param, parts, source)
+    """Memory of a parameter, and what fills it, by tensor of the checkpoint. plans: None keeps it dense. blocks: of
+    experts, if they have memory of their own."""
     if plans is None:
         whole = torch.empty(param.shape, dtype=torch.float32 if param.fp32 else dtype, device=device)
         for part in parts:
@@ -132,7 +140,10 @@ def _prepare(
         return whole
     pieces = []
     for plan in plans:
-        weight = allocate(plan, param, dtype, device)
+        if blocks is not None and len(param.shape) == 3:
+            weight: Tensor | PackedTensor = blocks.stack(param.path)
+        else:
+            weight = allocate(plan, param, dtype, device)
         pieces.append(Piece(weight))
         for run in plan.runs:
             here = jobs.setdefault(run.part.source, [])

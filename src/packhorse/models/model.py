@@ -22,6 +22,7 @@ from packhorse.layers.decoder import DecoderLayer
 from packhorse.layers.linear import Linear, PackedLinear, Piece
 from packhorse.layers.rope import Rope
 from packhorse.layers.step import norm_step, project
+from packhorse.models.experts import ExpertBlocks
 from packhorse.quant.packed import PackedTensor
 
 Weight = Tensor | tuple[Piece, ...]
@@ -38,17 +39,30 @@ class ResidentWeights:
         """Weights of layer `index`; valid for ever."""
         return self._layers[index]
 
+    def sweep_layer(self, index: int, then: int | None) -> LayerWeights:
+        """The same."""
+        return self._layers[index]
+
 
 class Model:
-    """A loaded model. `tensors` are its parameters by name, as `load_model` filled them."""
+    """A loaded model. `tensors` are its parameters by name, as `load_model` filled them. experts: where routed
+    experts lie in blocks, which the parameters are views of."""
 
     def __init__(
-        self, facts: ModelFacts, tensors: dict[str, Weight], *, dtype: torch.dtype, device: str, exact: bool
+        self,
+        facts: ModelFacts,
+        tensors: dict[str, Weight],
+        *,
+        dtype: torch.dtype,
+        device: str,
+        exact: bool,
+        experts: ExpertBlocks | None = None,
     ) -> None:
         self.facts = facts
         self.dtype = dtype
         self.device = device
         self.exact = exact
+        self.experts = experts
         self.rope = Rope(facts.rope, device)
         self.layers = [DecoderLayer(facts, i, self.rope, dtype, exact) for i in range(facts.num_layers)]
         self.weights = ResidentWeights([_tree(tensors, f"layers.{i}.") for i in range(facts.num_layers)])

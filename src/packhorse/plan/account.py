@@ -72,6 +72,25 @@ def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False, cpu: bo
     return total + sum((m.cpu_bytes if int4 else m.num_bytes) - compute.num_bytes(m.num_values) for m in kept)
 
 
+def embedding_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False) -> int:
+    """The embedding alone, as `weight_bytes` counts it; 0 where it is the output head too."""
+    if facts.tied:
+        return 0
+    kept = [m.num_bytes for m in packed_matrices(facts) if m.kind == "embeddings"] if packed else []
+    return kept[0] if kept else formats.COMPUTE_DTYPES[dtype].num_bytes(facts.vocab_size * facts.hidden_size)
+
+
+def packed_expert_bytes(facts: ModelFacts) -> int:
+    """All routed experts as the files hold them packed; 0 where not all of them stay packed, gate and up of all layers
+    in one format, down in one."""
+    found = [matrix for matrix in packed_matrices(facts) if matrix.kind == "experts"]
+    if len({(matrix.num_cols, matrix.form.name) for matrix in found}) > 2:
+        return 0
+    values = sum(group.num_values for group in param_groups(facts) if group.kind == "experts")
+    whole = values > 0 and sum(matrix.num_values for matrix in found) == values
+    return sum(matrix.num_bytes for matrix in found) if whole else 0
+
+
 def recipe_bytes(facts: ModelFacts, recipe: Recipe, *, cpu: bool = False) -> dict[str, int]:
     """All weights of the text model under a recipe, by class. cpu: as for `weight_bytes`."""
     found, compute = class_bytes(param_groups(facts), recipe), formats.COMPUTE_DTYPES[recipe.dtype]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -30,8 +31,8 @@ THREADS = 8
 class PinnedArena:
     """`size` bytes of host memory at one address, which kernels of every card may read.
 
-    bytes: uint8 [size], valid until `close`. progress(done, total) counts bytes. Resident memory is the size
-    rounded up to 2 MiB.
+    bytes: uint8 [size], valid until `close`, or until nobody holds the arena. progress(done, total) counts bytes.
+    Resident memory is the size rounded up to 2 MiB.
 
     Raises DoesNotFitError where the system maps or pins less, with what it did pin.
     """
@@ -50,17 +51,24 @@ class PinnedArena:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._registered: list[int] = []
         self._register(size, progress)
+        weakref.finalize(self, _unregister, self._registered)
 
     @property
     def num_bytes(self) -> int:
         """Bytes mapped and pinned."""
         return self.bytes.numel()
 
+    def copy_to(self, target: Tensor, start: int) -> None:
+        """Fill target, uint8 [n] on a card, with the bytes from `start` on: asynchronously, on the current stream."""
+        done, size = 0, target.numel()
+        while done < size:
+            stop = min(size, round_up(start + done + 1, SEGMENT_BYTES) - start)
+            target[done:stop].copy_(self.bytes[start + done : start + stop], non_blocking=True)
+            done = stop
+
     def close(self) -> None:
         """Give the memory back; nobody may read it any more."""
-        cudart = torch.cuda.cudart()
-        while self._registered:
-            cudart.cudaHostUnregister(self._registered.pop())
+        _unregister(self._registered)
 
     def _register(self, size: int, progress: Callable[[int, int], None] | None) -> None:
         torch.cuda.init()
@@ -89,6 +97,12 @@ class PinnedArena:
                     raise _too_large(size, min(pinned, size), f"CUDA error {code}")
                 if progress is not None:
                     progress(done, size)
+
+
+def _unregister(registered: list[int]) -> None:
+    cudart = torch.cuda.cudart()
+    while registered:
+        cudart.cudaHostUnregister(registered.pop())
 
 
 def _too_large(asked: int, available: int, why: str) -> DoesNotFitError:

@@ -100,3 +100,42 @@ class ExpertCache:
         age = np.where(self.slots >= 0, self._last_use, np.iinfo(np.int64).max).ravel()
         order = np.argpartition(age, count - 1)[:count] if count else np.zeros(0, dtype=np.int64)
         return np.stack(np.divmod(np.sort(order), self.num_experts), axis=1)
+
+
+class LateUpdates:
+    """The host's half of the experts' life, one step behind the card: what a step did is looked at while the next one
+    runs, and what was decided then begins the one after that."""
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self.cache = cache
+        layers, spares = cache.spares.shape
+        places = np.moveaxis(np.indices((layers, spares)), 0, -1).reshape(-1, 2)
+        # At first every place gets its slot.
+        self._next = Changes(_NONE.evicted, np.column_stack((places, cache.spares.ravel())))
+        self._renewed = np.zeros((layers, spares), dtype=bool)
+        self._seen: tuple[Ints, Ints] | None = None
+
+    def begin(self, step: tuple[Ints, Ints] | None) -> Ints:
+        """A step is to begin. step: what the one before used [L, R] and the places [L, S] as it left them, None
+        where there was none. Returns the rows [L * S, 3] that it begins with: expert l * E + e that leaves, place
+        l * S + s that is renewed, with which slot; -1 for none."""
+        if step is not None:
+            used, filled = step
+            # A place whose renewal goes over with the coming step still shows whom it was written to before.
+            self._seen = used, np.where(self._renewed, -1, filled)
+        rows = np.full((self._renewed.size, 3), -1, dtype=np.int64)
+        evicted, spares = self._next.evicted, self._next.spares
+        rows[: len(evicted), 0] = evicted[:, 0] * self.cache.num_experts + evicted[:, 1]
+        rows[: len(spares), 1] = spares[:, 0] * self.cache.spares.shape[1] + spares[:, 1]
+        rows[: len(spares), 2] = spares[:, 2]
+        return rows
+
+    def decide(self) -> None:
+        """The step was sent: decide what the next begins with."""
+        self._next = _NONE if self._seen is None else self.cache.update(*self._seen)
+        self._seen = None
+        self._renewed[:] = False
+        self._renewed[self._next.spares[:, 0], self._next.spares[:, 1]] = True
+
+
+_NONE = Changes(np.zeros((0, 2), dtype=np.int64), np.zeros((0, 3), dtype=np.int64))

@@ -1,0 +1,200 @@
+"""Routed experts of a model that has more of them than a card holds.
+
+    host, pinned | every expert of every layer                            always valid
+    card         | slots: the experts used last | two buffers of a layer, while prompts are read
+                 | address of each expert, what may be filled, what a step used
+
+Decode steps follow the addresses, and keep in a slot what they read over the link (fill on read). Prompt chunks read
+a layer's experts from a buffer, into which they are copied while the layer before computes. Letters: L layers with
+experts, E experts, S places a layer that one step may fill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse.engine.size import SPARES
+from packhorse.kernels.experts.cuda import ExpertFills, ExpertTable, apply_changes
+from packhorse.models.experts import ExpertBlocks, ExpertLayout
+from packhorse.models.model import Model
+from packhorse.quant.packed import PackedTensor, aligned_bytes
+from packhorse.store.arena import PinnedArena
+from packhorse.store.experts import ExpertCache, ExpertStats, LateUpdates
+
+HOST = 1
+"""Bit of an address that says that it is of host memory."""
+
+
+def resident_table(blocks: ExpertBlocks) -> ExpertTable:
+    """The table of experts that all lie on the card."""
+    return _table(blocks.layout, _addresses(blocks).to(blocks.memory.device))
+
+
+class StreamedExperts:
+    """The experts of a model in host memory, some of them in `num_slots` slots on the card.
+
+    The model's own stacks become views of the layer buffers. Streams: the calls of one thread, on its current
+    stream; copies run on a stream of their own.
+    """
+
+    def __init__(self, model: Model, arena: PinnedArena, num_slots: int) -> None:
+        blocks = model.experts
+        assert blocks is not None and blocks.memory.data_ptr() == arena.bytes.data_ptr()
+        layout, device = blocks.layout, torch.device(model.device)
+        self.blocks, self.arena = blocks, arena
+        self.cache = ExpertCache(len(layout.layers), layout.num_experts, num_slots, SPARES)
+        self.slots = aligned_bytes(num_slots * layout.block_bytes, model.device).view(num_slots, -1)
+        home = _addresses(blocks) | HOST
+        address = home.clone()
+        resident = torch.from_numpy(self.cache.slots >= 0)
+        held = torch.from_numpy(self.cache.slots)[resident]
+        address[resident] = self._slot_addresses(held)
+        self.table = _table(layout, address.to(device), ExpertFills.empty(home.to(device), SPARES))
+        self._updates = _Updates(self.table, self.cache, self.slots.data_ptr(), layout.block_bytes)
+        self._buffers = _LayerBuffers(blocks, arena, device)
+        for layer, expert in resident.nonzero().tolist():
+            self._fetch(layer, expert, int(self.cache.slots[layer, expert]))
+        torch.cuda.current_stream().synchronize()
+        for number, index in enumerate(layout.layers):
+            mlp = model.weights.layer(index).mlp
+            mlp.experts = _StagedStacks(self, number)
+
+    @property
+    def stats(self) -> ExpertStats:
+        """Hits, misses, fills and evictions of the steps that are over, one behind."""
+        return self.cache.stats
+
+    def begin_step(self) -> None:
+        """Before a step's kernels: hands over what the host decided. Waits for the step before, which is over
+        where its ids were read."""
+        self._updates.begin()
+
+    def in_step(self) -> None:
+        """The first kernel of a step, captured with it."""
+        apply_changes(self.table)
+
+    def end_step(self) -> None:
+        """The last copies of a step, captured with it: what it used and filled."""
+        self._updates.record()
+
+    def after_step(self) -> None:
+        """A step was sent: decide, while it runs, on what the step before it did."""
+        self._updates.decide()
+
+    def stage(self, number: int) -> tuple[PackedTensor, PackedTensor]:
+        """gate_up and down of the `number`-th layer with experts, on the card: valid until the next but one layer is
+        staged. The next layer is on its way after."""
+        return self._buffers.stage(number)
+
+    def one_layer(self, number: int) -> ExpertTable:
+        """A table of that layer alone, as it is now, for calls that keep nothing."""
+        address = self.table.address[number : number + 1] & ~HOST
+        return replace(self.table, address=address, fills=None)
+
+    def _slot_addresses(self, slots: Tensor) -> Tensor:
+        return self.slots.data_ptr() + slots * self.blocks.layout.block_bytes
+
+    def _fetch(self, layer: int, expert: int, slot: int) -> None:
+        size = self.blocks.layout.block_bytes
+        start = (layer * self.blocks.layout.num_experts + expert) * size
+        self.arena.copy_to(self.slots[slot], start)
+
+
+@dataclass(frozen=True)
+class _StagedStacks:
+    """What a layer's weights have as `experts`: stacks that are fetched when they are asked for."""
+
+    experts: StreamedExperts
+    number: int
+
+    @property
+    def table(self) -> ExpertTable:
+        """For few tokens, which need few experts: see StreamedExperts.one_layer."""
+        return self.experts.one_layer(self.number)
+
+    @property
+    def gate_up_proj(self) -> PackedTensor:
+        return self.experts.stage(self.number)[0]
+
+    @property
+    def down_proj(self) -> PackedTensor:
+        return self.experts.stage(self.number)[1]
+
+
+class _Updates:
+    """Carries the host's decisions to the card and what steps did back."""
+
+    def __init__(self, table: ExpertTable, cache: ExpertCache, slots: int, block_bytes: int) -> None:
+        assert table.fills is not None
+        self._fills, self._late = table.fills, LateUpdates(cache)
+        self._slots, self._block_bytes = slots, block_bytes
+        self._used = torch.full_like(self._fills.used, -1, device="cpu").pin_memory()
+        self._filled = torch.full_like(self._fills.filled, -1, device="cpu").pin_memory()
+        self._rows = torch.full_like(self._fills.changes, -1, device="cpu").pin_memory()
+        self._over = torch.cuda.Event()
+        self._running = False
+
+    def begin(self) -> None:
+        step = None
+        if self._running:
+            self._over.synchronize()
+            step = self._used.numpy().astype(np.int64), self._filled.numpy().astype(np.int64)
+        rows = self._late.begin(step)
+        rows[:, 2] = np.where(rows[:, 1] >= 0, self._slots + rows[:, 2] * self._block_bytes, -1)
+        self._rows.numpy()[:] = rows
+        self._fills.changes.copy_(self._rows, non_blocking=True)
+
+    def record(self) -> None:
+        self._used.copy_(self._fills.used, non_blocking=True)
+        self._filled.copy_(self._fills.filled, non_blocking=True)
+
+    def decide(self) -> None:
+        self._over.record()
+        self._running = True
+        self._late.decide()
+
+
+class _LayerBuffers:
+    """Two places for the experts of a layer: one is read while the other is filled."""
+
+    def __init__(self, blocks: ExpertBlocks, arena: PinnedArena, device: torch.device) -> None:
+        layout = blocks.layout
+        self._layout, self._arena = layout, arena
+        self._memory = [aligned_bytes(layout.layer_bytes, str(device)) for _ in range(2)]
+        self._stacks = [layout.stacks(memory) for memory in self._memory]
+        self._holds: list[int | None] = [None, None]
+        self._filled = [torch.cuda.Event() for _ in range(2)]
+        self._copies = torch.cuda.Stream(device)
+
+    def stage(self, number: int) -> tuple[PackedTensor, PackedTensor]:
+        for wanted in (number, number + 1):
+            if wanted not in self._holds and wanted < len(self._layout.layers):
+                self._fetch(wanted)
+        at = self._holds.index(number)
+        self._filled[at].wait()
+        return self._stacks[at]
+
+    def _fetch(self, number: int) -> None:
+        """Into the buffer whose layer has been sent all its work before this one's."""
+        at, size = number % 2, self._layout.layer_bytes
+        self._holds[at] = number
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            self._arena.copy_to(self._memory[at], number * size)
+            self._filled[at].record()
+
+
+def _addresses(blocks: ExpertBlocks) -> Tensor:
+    """int64 [L, E], on the CPU: the first byte of each expert in `memory`."""
+    layout = blocks.layout
+    shape = (len(layout.layers), layout.num_experts)
+    numbers = torch.arange(shape[0] * shape[1]).view(shape)
+    return blocks.memory.data_ptr() + layout.block_bytes * numbers
+
+
+def _table(layout: ExpertLayout, address: Tensor, fills: ExpertFills | None = None) -> ExpertTable:
+    return ExpertTable(address, layout.gate_up, layout.down, layout.hidden, layout.inner, fills=fills)

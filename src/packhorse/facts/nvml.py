@@ -1,0 +1,52 @@
+"""NVML: what the NVIDIA driver says of the processes on its cards, where nvidia-ml-py is installed.
+
+No torch, and no CUDA context: asking takes no memory of a card.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+
+def open_nvml() -> tuple[Any, str]:
+    """The module pynvml, ready to be asked, or None and why there is none."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "nvidia-ml-py is not installed"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return None, f"no NVIDIA driver: {error}"
+    return nvml, ""
+
+
+def processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int | None]]:
+    """(process id, bytes of the card or None where the driver does not say) of each process, once."""
+    computing = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    drawing = nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
+    yield from {process.pid: process.usedGpuMemory for process in (*drawing, *computing)}.items()
+
+
+def process_bytes(uuid: str) -> int | None:
+    """What this process takes of a card by the driver's figure; None where the driver does not say.
+
+    In a container the driver may know the process by another id: then it is the only one, or not known.
+    """
+    nvml, _ = open_nvml()
+    if nvml is None:
+        return None
+    try:
+        found = dict(processes(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+    except nvml.NVMLError:
+        return None
+    own = found.get(os.getpid())
+    return own if own is not None or len(found) != 1 else next(iter(found.values()))
+
+
+def text(value: bytes | str) -> str:
+    """NVML's strings, which older versions give as bytes."""
+    return value.decode() if isinstance(value, bytes) else value
