@@ -2,15 +2,22 @@
 
 import functools
 import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from packhorse.bench import doctor
+from packhorse.bench.findings import cost, decode_rate, findings
+from packhorse.bench.nvml import throttle_reasons
 from packhorse.cli import main as cli
 from packhorse.core.units import GIB, MIB
+from packhorse.facts import machine
 from packhorse.facts.machine import known_card, read_profile
+
+PROFILES = Path(machine.__file__).parent / "profiles"
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +45,18 @@ def fake_nvml(**changes):
         "DeviceGetMaxPcieLinkGeneration": 4,
         "DeviceGetCurrPcieLinkWidth": 4,
         "DeviceGetMaxPcieLinkWidth": 16,
+        "DeviceGetUUID": "GPU-1",
+        "DeviceGetClockInfo": 300,
+        "DeviceGetMaxClockInfo": 2100,
+        "DeviceGetPowerUsage": 20_000,
+        "DeviceGetPowerManagementDefaultLimit": 170_000,
+        "DeviceGetPciInfo": SimpleNamespace(busId="00000000:01:00.0"),
         "DeviceGetTemperature": 90,
         "DeviceGetCurrentClocksThrottleReasons": 0,
         "DeviceGetEnforcedPowerLimit": NvmlError("not supported"),
         "DeviceGetDisplayActive": 1,
-        "DeviceGetComputeRunningProcesses": [1, 2],
+        "DeviceGetComputeRunningProcesses": [SimpleNamespace(pid=-1, usedGpuMemory=1)],
+        "DeviceGetGraphicsRunningProcesses": [SimpleNamespace(pid=n, usedGpuMemory=1) for n in (-1, -2)],
     } | changes
 
     def tell(value):
@@ -51,7 +65,7 @@ def fake_nvml(**changes):
         return value
 
     calls = {f"nvml{name}": lambda *_, value=value: tell(value) for name, value in answers.items()}
-    return SimpleNamespace(NVMLError=NvmlError, NVML_TEMPERATURE_GPU=0, **calls)
+    return SimpleNamespace(NVMLError=NvmlError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=0, **calls)
 
 
 def run(capsys, tmp_path, *args):
@@ -76,9 +90,16 @@ def test_without_a_card(tmp_path, capsys):
     assert "doctor" in json.loads(capsys.readouterr().out)["sources"][0]
 
 
+def test_without_a_card_torch_is_not_imported(tmp_path):
+    code = "import sys; from pathlib import Path; from packhorse.bench import doctor\n"
+    code += "doctor.MEMORY_BYTES = 1 << 20; doctor.disk_rates = lambda folder: {'read_4096k': 1e9}\n"
+    code += "doctor.examine(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
 def test_with_a_card(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    monkeypatch.setattr(doctor, "_version", lambda package: "2.13.0+cu130")
+    monkeypatch.setattr(doctor, "version", lambda package: "2.13.0+cu130")
     code, out, _ = run(capsys, tmp_path, "--json", "--save-profile")
     seen = json.loads(out)
     assert code == 1  # torch is newer than the driver
@@ -121,10 +142,103 @@ def test_what_will_hurt(tmp_path, monkeypatch):
     seen = doctor.examine(tmp_path)
     seen["hardware"] |= {"cpu_features": (), "ram_bytes": 1}
     seen |= {"wsl": True, "numa_nodes": 2}
-    seen["disk"] |= {"free_bytes": GIB, "bytes_s": {"read_512k": 0.1e9, "write": 1e6}}
-    found = list(doctor._findings(seen))
+    wear = {"device": "sda", "rotational": True, "passed": True, "wear_percent": 93}
+    seen["disk"] |= {"free_bytes": GIB, "bytes_s": {"read_512k": 0.1e9, "write": 1e6}, "wear": wear}
+    found = list(findings(seen))
     assert [finding.severity for finding in found].count("error") == 1
     texts = " ".join(finding.text for finding in found)
-    for text in ("no AVX2", "control group", "2 memory nodes", "1.00 GiB are free", "0.10 GB/s", "WSL2"):
+    for text in (
+        "no AVX2",
+        "control group",
+        "2 memory nodes",
+        "1.00 GiB are free",
+        "0.10 GB/s",
+        "WSL2",
+        "turning",
+        "93 %",
+    ):
         assert text in texts
     assert all(finding.advice for finding in found)
+
+
+MEASURED = {
+    "graph": "",
+    "rates": {"vram": 300e9, "host": 10e9, "copy_in": 11e9, "copy_out": 11e9},
+    "load": {
+        "seconds": 20.0, "products": 20e12, "clock_mhz_first": 1900, "clock_mhz_last": 1500, "temperature_c": 85,
+        "power_w": 168.0, "throttle": ["its temperature"], "pcie_generation": 3, "pcie_lanes": 16,
+    },
+}  # fmt: skip
+
+
+def measured(card, load=None, **changes):
+    """`measured_cards` as on a machine with that card."""
+    values = {**MEASURED, "load": {**MEASURED["load"], **(load or {})}, **changes}
+    return lambda found, load_s: ([{**found[0], "compute_capability": 86, "measured": values, **card}], "")
+
+
+@pytest.mark.parametrize(("card", "load", "changes", "texts", "code"), [
+    ({}, {}, {}, ["PCIe 3 of 4 under load. It costs", "90 degrees", "1900 to 1500 MHz", "by its temperature",
+                  "2 other processes", "capped at 100 of its usual 170 W"], 0),
+    ({}, {"pcie_lanes": 4}, {}, ["4 of 16 PCIe lanes. It costs"], 0),
+    ({}, {"pcie_generation": 4}, {}, ["host memory at 10.0 GB/s; its link carries 24. It costs"], 0),
+    ({"numa_node": 1}, {}, {"graph": "the driver is too old"}, ["captured graph: the driver is too old"], 1),
+], ids=["generation", "lanes", "chipset", "graph"])  # fmt: skip
+def test_a_card_under_load(card, load, changes, texts, code, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(DeviceGetEnforcedPowerLimit=100_000))
+    monkeypatch.setattr(doctor, "version", lambda package: "2.13.0+cu128")
+    monkeypatch.setattr(doctor, "measured_cards", measured(card, load, **changes))
+    assert run(capsys, tmp_path)[0] == code
+    _, out, _ = run(capsys, tmp_path, "--json", "--load", "20")
+    found = " ".join(finding["text"] for finding in json.loads(out)["findings"])
+    assert all(text in found for text in texts), found
+
+
+def test_measured_rates_go_into_the_profile(tmp_path, capsys, monkeypatch):
+    """Of a card that a profile knows, and of one that none does."""
+    for name, tflops in (("NVIDIA GeForce RTX 3060", 25.5e12), ("Voodoo 6", 20e12)):
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(DeviceGetName=name))
+        monkeypatch.setattr(doctor, "measured_cards", measured({}))
+        run(capsys, tmp_path, "--save-profile")
+        machine = read_profile(str(tmp_path / "machine.json"))
+        assert (machine.card.read_rate, machine.link_rate, machine.card.flops) == (300e9, 10e9, tflops)
+        assert machine.card.usable_bytes == 11 * GIB and machine.card.count == 1
+
+
+def test_a_card_that_torch_does_not_see(monkeypatch):
+    found, why = doctor.measured_cards([{"name": "a card"}], 0.0)
+    assert found == [{"name": "a card"}] and "sees no card" in why
+
+
+def test_costs_are_those_of_the_plan():
+    values = json.loads((PROFILES / "rtx-3060-12g.json").read_text())
+    slow = {**values, "link": "pcie3-x4"}
+    assert decode_rate(slow) < decode_rate(values)
+    rates = decode_rate(slow), decode_rate(values)
+    assert f"{rates[1] - rates[0]:.0f} of {rates[1]:.0f} tok/s" in cost(slow, {"link": values["link"]})
+    assert cost(values, {"link": values["link"]}) == "" and decode_rate({"name": "nothing"}) is None
+
+
+@pytest.mark.parametrize(("told", "figures"), [
+    ({"smart_status": {"passed": True}, "temperature": {"current": 40},
+      "nvme_smart_health_information_log": {"percentage_used": 7, "data_units_written": 2}},
+     {"passed": True, "temperature_c": 40, "wear_percent": 7, "written_bytes": 1_024_000}),
+    ({"smart_status": {"passed": False}}, {"passed": False, "temperature_c": None}),
+    ({"smartctl": {"messages": [{"string": "Permission denied"}]}},
+     {"unknown": "smartctl says nothing of its health: Permission denied"}),
+])  # fmt: skip
+def test_what_smartctl_tells(told, figures):
+    assert doctor.smart_figures(told) == figures
+
+
+def test_wear_of_the_disk_here(tmp_path, monkeypatch):
+    """Whatever this machine has: a drive, or the reason why nothing is known."""
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert "unknown" in doctor.disk_wear(tmp_path)
+
+
+@pytest.mark.parametrize(("bits", "reasons"), [
+    (0x4, ["the power cap"]), (0x24, ["the power cap", "its temperature"]), (0x1, []),
+])  # fmt: skip
+def test_throttle_reasons(bits, reasons):
+    assert throttle_reasons(bits) == reasons

@@ -1,26 +1,31 @@
-"""What a machine is and what of it will hurt: looked up, and measured where a CPU can measure it. No torch.
+"""What a machine is and what of it will hurt: looked up and measured, with what it costs and what to do.
 
-Cards are asked through NVML where its Python package (nvidia-ml-py) is there; their rates are not measured here.
+Cards are asked through NVML where its Python package (nvidia-ml-py) is there, and measured through torch where that
+sees them: torch is imported for nothing else, and not at all where there is no card.
 """
 
 from __future__ import annotations
 
-import importlib
+import json
 import mmap
 import os
 import resource
+import shutil
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from packhorse.core.units import GIB, KIB, MIB, format_bytes
+from packhorse.bench.findings import findings
+from packhorse.bench.nvml import cards, looker
+from packhorse.bench.origin import version
+from packhorse.core.units import GIB, KIB, MIB
 from packhorse.facts.hardware import probe
 from packhorse.facts.machine import known_card, probed_profile
 
@@ -30,15 +35,8 @@ MEMORY_BYTES = 64 * MIB
 """Each thread's part of the memory test; larger than a core's share of any cache."""
 SETTINGS = ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 """Environment that decides where downloads go, and whom they trust."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """severity: note, warning or error. text: what is the matter; advice: what to do about it."""
-
-    severity: str
-    text: str
-    advice: str
+LOAD_S = 2.0
+"""Seconds for which a card is kept busy unless a number is given: long enough for its clocks to rise."""
 
 
 def memory_rates(max_threads: int) -> dict[int, float]:
@@ -70,81 +68,143 @@ def disk_rates(folder: Path, num_bytes: int = 256 * MIB) -> dict[str, float]:
                 out.write(data)
             os.fsync(out.fileno())
         rates = {"write": num_bytes / (time.perf_counter() - start)}
-        try:
-            handle, direct = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0)), hasattr(os, "O_DIRECT")
-        except OSError:
-            handle, direct = os.open(file, os.O_RDONLY), False
-        try:
-            for block in BLOCKS:
-                if not direct and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-                rates[f"read_{block // KIB}k"] = _read_rate(handle, num_bytes, block)
-        finally:
-            os.close(handle)
+        for block in BLOCKS:
+            rates[f"read_{block // KIB}k"] = read_rate(file, num_bytes, block)
+        handle, direct = _open(file)
+        os.close(handle)
         return rates | {"direct": float(direct)}
     finally:
         file.unlink(missing_ok=True)
 
 
-def _read_rate(handle: int, num_bytes: int, block: int) -> float:
+def read_rate(file: Path, num_bytes: int, block: int) -> float:
+    """Bytes a second at which four threads read the first `num_bytes` of a file in blocks, past the page cache where
+    the file system allows it."""
+    num_bytes = min(num_bytes, file.stat().st_size)
+    handle, direct = _open(file)
+    if not direct and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def read(thread: int) -> None:
         with mmap.mmap(-1, block) as buffer:  # page-aligned, as direct reads must be
             for offset in range(thread * block, num_bytes, 4 * block):
                 os.preadv(handle, [buffer], offset)
 
-    start = time.perf_counter()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(read, range(4)))
-    return num_bytes / (time.perf_counter() - start)
-
-
-def cards() -> tuple[list[dict[str, Any]], str]:
-    """What NVML says of each card, and why there is nothing where there is nothing."""
     try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return [], "nvidia-ml-py is not installed"
+        start = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, range(4)))
+        return num_bytes / (time.perf_counter() - start)
+    finally:
+        os.close(handle)
+
+
+def _open(file: Path) -> tuple[int, bool]:
+    """A file to read, and whether reads pass the page cache by."""
     try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return [], f"no NVIDIA driver: {error}"
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    cuda, driver = nvml.nvmlSystemGetCudaDriverVersion(), _text(nvml.nvmlSystemGetDriverVersion())
-    return [_card(nvml, handle) | {"driver": driver, "driver_cuda": f"{cuda // 1000}.{cuda % 1000 // 10}"}
-            for handle in handles], ""  # fmt: skip
+        return os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0)), hasattr(os, "O_DIRECT")
+    except OSError:
+        return os.open(file, os.O_RDONLY), False
 
 
-def _card(nvml: Any, handle: Any) -> dict[str, Any]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    looked_up = {
-        "pcie_generation": lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
-        "pcie_lanes": lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
-        "pcie_max_generation": lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
-        "pcie_max_lanes": lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
-        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        "throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
-        "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-        "display": lambda: bool(nvml.nvmlDeviceGetDisplayActive(handle)),
-        "other_processes": lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+def disk_wear(folder: Path) -> dict[str, Any]:
+    """What SMART says of the drive under a folder: `device`, `rotational`, `passed`, `wear_percent` of its rated life,
+    `written_bytes`, `temperature_c`, each where it is told; `unknown`: why nothing is."""
+    number = folder.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if not block.exists():
+        return {
+            "unknown": "the folder lies on no drive that this system shows (a network or container file system)"
+        }
+    if (block / "partition").exists():
+        block = block.parent
+    while slaves := sorted(block.glob("slaves/*")):  # encrypted or logical volumes
+        block = slaves[0].resolve()
+    found: dict[str, Any] = {
+        "device": block.name,
+        "rotational": _file(f"{block}/queue/rotational").strip() == "1",
     }
-    found: dict[str, Any] = {"name": _text(nvml.nvmlDeviceGetName(handle))}
-    found |= {"vram_bytes": memory.total, "free_bytes": memory.free}
-    for name, ask in looked_up.items():
-        try:
-            found[name] = ask()
-        except nvml.NVMLError:  # not every card tells everything
-            found[name] = None
+    tool = shutil.which("smartctl")
+    if tool is None:
+        return found | {"unknown": "smartctl is not installed"}
+    try:
+        words = [tool, "-j", "-a", f"/dev/{block.name}"]
+        run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
+        return found | smart_figures(json.loads(run.stdout))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return found | {"unknown": f"smartctl gives no answer: {error}"}
+
+
+def smart_figures(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of `disk_wear` in smartctl's document."""
+    log, passed = (
+        told.get("nvme_smart_health_information_log", {}),
+        told.get("smart_status", {}).get("passed"),
+    )
+    if passed is None:
+        messages = [line.get("string", "") for line in told.get("smartctl", {}).get("messages", [])]
+        return {"unknown": f"smartctl says nothing of its health: {'; '.join(messages) or 'no reason given'}"}
+    found = {"passed": passed, "temperature_c": told.get("temperature", {}).get("current")}
+    if log:
+        found |= {
+            "wear_percent": log.get("percentage_used"),
+            "written_bytes": 512_000 * log.get("data_units_written", 0),
+        }
     return found
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def measured_cards(found: list[dict[str, Any]], load_s: float) -> tuple[list[dict[str, Any]], str]:
+    """The cards with what torch measures of them under `measured` (bench.card.measure_card), and why nothing was
+    where nothing was. A card that NVML does not show, but torch does, is added."""
+    if not found and not Path("/proc/driver/nvidia").exists() and not Path("/dev/dxg").exists():
+        return found, "there is no NVIDIA driver"
+    try:
+        import torch
+
+        from packhorse.bench.card import card_uuid, measure_card
+    except (ImportError, OSError) as error:
+        return found, f"torch cannot be used: {error}"
+    if not torch.cuda.is_available():
+        return found, f"torch {torch.__version__} sees no card"
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        uuid, properties = card_uuid(device), torch.cuda.get_device_properties(device)
+        free, total = torch.cuda.mem_get_info(device)
+        mine = next((card for card in found if card.get("uuid") == uuid), None)
+        if mine is None:
+            mine = {"uuid": uuid, "name": properties.name, "vram_bytes": total, "free_bytes": free}
+            found.append(mine)
+        mine["compute_capability"] = 10 * properties.major + properties.minor
+        mine["measured"] = measure_card(device, load_s, looker(uuid))
+    return found, ""
 
 
-def examine(folder: Path) -> dict[str, Any]:
+def card_profile(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`card` and `link` of a profile for these cards: listed rates of a known one, and what was measured in their
+    place; empty where nothing is known of the first."""
+    known = known_card(found) if found and "pcie_max_generation" in found[0] else {}
+    measured = found[0].get("measured", {}) if found else {}
+    if "rates" not in measured:
+        return known
+    first = found[0]
+    card = known.get("card") or {
+        "name": first["name"],
+        "count": sum(other["name"] == first["name"] for other in found),
+        "compute_capability": first["compute_capability"],
+        "vram_mib": first["vram_bytes"] // MIB,
+        "usable_gib": first["free_bytes"] / GIB,
+        "tflops": round(measured["load"]["products"] / 1e12, 1),
+        "power_w": first.get("power_limit_w") or 0.0,
+    }
+    rates = {name: round(rate / 1e9, 2) for name, rate in measured["rates"].items()}
+    return {"card": {**card, "read_gb_s": rates["vram"]}, "link": {"gb_s": rates["host"]}}
+
+
+def examine(folder: Path, load_s: float = LOAD_S) -> dict[str, Any]:
     """Everything about this machine as a JSON-ready document, with `findings` and a `profile` for `plan`.
 
-    folder: of the cache, whose disk is measured with a file of 256 MiB where there is room for it.
+    folder: of the cache, whose disk is measured with a file of 256 MiB where there is room for it. load_s: seconds for
+    which each card is kept busy.
     """
     hardware, profile = probe(), probed_profile(folder)
     rates = memory_rates(hardware.num_cores)
@@ -152,13 +212,16 @@ def examine(folder: Path) -> dict[str, Any]:
     profile |= {"ram_gib": hardware.ram_bytes / GIB, "free": False}
     profile["memory"] = {"gb_s": round(max(rates.values()) / 1e9, 2)}
     disk: dict[str, float] = {}
+    folder.mkdir(parents=True, exist_ok=True)
     if profile["disk_gib"] > 1:
         disk = disk_rates(folder)
         profile["drive"] = {"gb_s": round(disk[f"read_{BLOCKS[-1] // KIB}k"] / 1e9, 3)}
-    found, why = cards()
-    profile |= known_card(found)
+    listed, why = cards()
+    found, unmeasured = measured_cards(listed, load_s)
+    profile |= card_profile(found)
+    rates_of = "listed" if unmeasured else "measured by kernels where it has them, else listed"
     profile["sources"] = [
-        "doctor: memory read by all threads, file read in blocks of 4 MiB; a card's rates are listed"
+        f"doctor: memory read by all threads, file read in blocks of 4 MiB; a card's rates are {rates_of}"
     ]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     document = {
@@ -166,16 +229,22 @@ def examine(folder: Path) -> dict[str, Any]:
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         "installed_ram_bytes": psutil.virtual_memory().total,
         "memory_bytes_s": rates,
-        "disk": {"folder": str(folder), "free_bytes": int(profile["disk_gib"] * GIB), "bytes_s": disk},
+        "disk": {
+            "folder": str(folder),
+            "free_bytes": int(profile["disk_gib"] * GIB),
+            "bytes_s": disk,
+            "wear": disk_wear(folder),
+        },
         "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "wsl": "microsoft" in _file("/proc/version").lower(),
         "cards": found,
         "no_cards": why,
-        "torch": _version("torch"),
+        "unmeasured": unmeasured,
+        "torch": version("torch"),
         "downloads": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "profile": profile,
     }
-    document["findings"] = [asdict(finding) for finding in _findings(document)]
+    document["findings"] = [asdict(finding) for finding in findings(document)]
     return document
 
 
@@ -184,58 +253,3 @@ def _file(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _findings(seen: dict[str, Any]) -> Iterator[Finding]:
-    hardware, disk = seen["hardware"], seen["disk"]
-    x86 = not {"bf16", "i8mm", "sve"} & set(hardware["cpu_features"])
-    if x86 and "avx2" not in hardware["cpu_features"]:
-        yield Finding("error", "The CPU has no AVX2.", "Products on the CPU will crawl; use another machine.")
-    if hardware["ram_bytes"] < seen["installed_ram_bytes"]:
-        sizes = f"{format_bytes(hardware['ram_bytes'])} of {format_bytes(seen['installed_ram_bytes'])}"
-        yield Finding("note", f"A control group allows {sizes}.", "Raise the container's limit to use more.")
-    if (seen["numa_nodes"] or 1) > 1:
-        text = f"There are {seen['numa_nodes']} memory nodes; reads across them are slower."
-        yield Finding("note", text, "Bind the process to the card's node: numactl --cpunodebind --membind.")
-    if disk["free_bytes"] < 30 * GIB:
-        text = f"{format_bytes(disk['free_bytes'])} are free at {disk['folder']}; a 35B model takes 17 GiB."
-        yield Finding("warning", text, "Make room, or give another folder with --cache.")
-    slowest = min((rate for name, rate in disk["bytes_s"].items() if name.startswith("read")), default=1e9)
-    if slowest < 0.4e9:
-        text = f"The disk reads {slowest / 1e9:.2f} GB/s: what is kept there comes back slowly."
-        yield Finding("warning", text, "Put the cache on an SSD.")
-    if seen["wsl"]:
-        yield Finding(
-            "warning", "WSL2 pins about 1 GiB.", "Experts outside the card are slower here than on Linux."
-        )
-    if not seen["cards"]:
-        yield Finding("note", f"No card was found: {seen['no_cards']}.", "Models run on the CPU.")
-    for index, card in enumerate(seen["cards"]):
-        yield from _card_findings(f"Card {index} ({card['name']})", card, seen["torch"] or "")
-
-
-def _card_findings(name: str, card: dict[str, Any], torch: str) -> Iterator[Finding]:
-    if card["pcie_lanes"] and card["pcie_max_lanes"] and card["pcie_lanes"] < card["pcie_max_lanes"]:
-        text = f"{name} has {card['pcie_lanes']} of {card['pcie_max_lanes']} PCIe lanes."
-        yield Finding("warning", text, "Use the slot nearest the CPU; compare `plan --link`.")
-    if card["other_processes"]:
-        yield Finding("warning", f"{name} is used by {card['other_processes']} other processes.", "End them.")
-    if (card["temperature_c"] or 0) >= 83:
-        yield Finding(
-            "warning", f"{name} is {card['temperature_c']} degrees hot.", "It will slow down: cool it."
-        )
-    build = torch.partition("+cu")[2]
-    if build and float(f"{build[:2]}.{build[2:]}") > float(card["driver_cuda"]):
-        text = f"{name}: the driver {card['driver']} runs CUDA {card['driver_cuda']}, and torch is {torch}."
-        yield Finding(
-            "error", text, f"Update the driver, or install torch for CUDA {card['driver_cuda']} or older."
-        )
-    if torch.endswith("+cpu"):
-        yield Finding("error", f"{name} is there, and torch is {torch}.", "Install a CUDA build of torch.")

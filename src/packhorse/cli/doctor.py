@@ -1,4 +1,4 @@
-"""packhorse doctor: what this machine is, how fast, and what of it will hurt. Imports no torch."""
+"""packhorse doctor: what this machine is, how fast, and what of it will hurt. Imports torch where there is a card."""
 
 from __future__ import annotations
 
@@ -19,13 +19,30 @@ SaveOption = Annotated[
     ),
 ]
 
+LoadOption = Annotated[
+    float,
+    typer.Option(
+        "--load",
+        metavar="SECONDS",
+        min=0.0,
+        max=600.0,
+        help="How long cards are kept busy; 20 shows whether clocks hold. [default: 2]",
+        show_default=False,
+    ),
+]
 
-def command(save_profile: SaveOption = False, json: JsonOption = False, cache: CacheOption = None) -> None:
+
+def command(
+    load: LoadOption = 2.0,
+    save_profile: SaveOption = False,
+    json: JsonOption = False,
+    cache: CacheOption = None,
+) -> None:
     """Prints what was found; exit code 1 where something keeps Packhorse from running well."""
     from packhorse.bench.doctor import examine
 
     folder = cache or default_cache()
-    seen = examine(folder)
+    seen = examine(folder, load)
     if json:
         print_json(seen)
     else:
@@ -50,9 +67,35 @@ def _print(seen: dict[str, Any]) -> None:
     for name, rate in disk["bytes_s"].items():
         if name != "direct":
             print(f"         {name.replace('_', ' ')} {rate / 1e9:.2f} GB/s")
+    wear = disk["wear"]
+    if wear.get("wear_percent") is not None:
+        print(f"         {wear['device']} has used {wear['wear_percent']} % of its rated life")
     for card in seen["cards"]:
-        print(
-            f"card     {card['name']}, {format_bytes(card['free_bytes'])} of {format_bytes(card['vram_bytes'])} free"
-        )
+        _print_card(card)
     for finding in seen["findings"]:
         print(f"{finding['severity']:8} {finding['text']} {finding['advice']}")
+
+
+def _print_card(card: dict[str, Any]) -> None:
+    sizes = f"{format_bytes(card['free_bytes'])} of {format_bytes(card['vram_bytes'])} free"
+    print(f"card     {card['name']}, {sizes}")
+    measured = card.get("measured", {})
+    if "rates" not in measured:
+        return
+    rates, load = {name: rate / 1e9 for name, rate in measured["rates"].items()}, measured["load"]
+    print("         a captured graph works")
+    print(f"         kernels read its memory at {rates['vram']:.0f} GB/s, pinned memory at {rates['host']:.1f}; copies "
+          f"in {rates['copy_in']:.1f}, out {rates['copy_out']:.1f}")  # fmt: skip
+    print(f"         {load['seconds']:.0f} s of load: {load['products'] / 1e12:.0f} TFLOP/s")
+    told = {
+        "MHz": (load["clock_mhz_first"], load["clock_mhz_last"]),
+        "degrees": (load["temperature_c"],),
+        "W": (load["power_w"],),
+        "PCIe generation": (load["pcie_generation"],),
+        "lanes": (load["pcie_lanes"],),
+    }
+    listed = [
+        f"{name} {' -> '.join(map(str, values))}" for name, values in told.items() if None not in values
+    ]
+    if listed:
+        print(f"         under load: {', '.join(listed)}")

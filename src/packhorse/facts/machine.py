@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from packhorse.core.errors import UsageError
@@ -97,13 +98,13 @@ def read_profile(name: str, parts: Mapping[str, str | None] | None = None) -> Ma
             f"There is no profile and no file {name!r}.",
             hint=f"Profiles are {known}; docs/plan.md has their form.",
         )
-    return _machine(read_object(file), file, parts or {})
+    return machine_of(read_object(file), file, parts or {})
 
 
 def this_machine(folder: Path, parts: Mapping[str, str | None] | None = None) -> Machine:
     """The machine this runs on without its cards: cores and memory as they are now, free space at `folder`,
     rates of common parts. A profile that `doctor` saved says more."""
-    return _machine(probed_profile(folder), folder, parts or {})
+    return machine_of(probed_profile(folder), folder, parts or {})
 
 
 def probed_profile(folder: Path) -> dict[str, Any]:
@@ -124,7 +125,11 @@ def probed_profile(folder: Path) -> dict[str, Any]:
     }
 
 
-def _machine(values: Mapping[str, Any], file: Path, parts: Mapping[str, str | None]) -> Machine:
+def machine_of(
+    values: Mapping[str, Any], file: Path, parts: Mapping[str, str | None] = MappingProxyType({})
+) -> Machine:
+    """The machine of a profile's values; `file` is named where one is missing or impossible. parts: as for
+    `read_profile`, which raises the same."""
     given = {key: part for key, part in parts.items() if part is not None}
     top = Fields({**values, **given}, file)
     card = top.table("card")
