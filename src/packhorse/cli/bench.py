@@ -1,5 +1,5 @@
-"""packhorse bench: measurements. `bench serve` puts load on any server that speaks OpenAI's API; `bench synth` makes
-up the weights of a model to measure with."""
+"""packhorse bench: measurements. `bench serve` puts load on any server that speaks OpenAI's API; `bench offline` times
+a model on this machine, `bench compare` tells two such runs apart; `bench synth` makes up weights to measure with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from packhorse.bench.serve import Load, Target, run_load
+from packhorse.cli import bench_offline as offline
 from packhorse.cli.common import JsonOption, byte_progress, note, print_json
 from packhorse.core.errors import UsageError
 from packhorse.core.units import format_bytes
@@ -22,65 +23,91 @@ class What(StrEnum):
 
     SERVE = "serve"
     SYNTH = "synth"
+    OFFLINE = "offline"
+    COMPARE = "compare"
+
+
+def _option(name: str, metavar: str | None, text: str) -> Any:
+    return typer.Option(name, metavar=metavar, help=text)
+
+
+WhatArgument = Annotated[
+    What,
+    typer.Argument(
+        metavar="WHAT",
+        help="serve: load on a server. offline: a model here. compare: two runs of offline. synth: random weights.",
+    ),
+]
+Target1 = Annotated[
+    str | None,
+    typer.Argument(metavar="[TARGET]", help="offline: the model. synth: the folder. compare: the later run."),
+]
+Target2 = Annotated[
+    str | None,
+    typer.Argument(metavar="[AFTER]", help="compare: the later run; TARGET is the earlier one then."),
+]
+Against = Annotated[str | None, _option("--against", "URL", "serve: the server's address.")]
+Like = Annotated[str | None, _option("--like", "NAME", "synth: the model to take the shapes of.")]
+RecipeName = Annotated[str, _option("--recipe", "NAME", "synth: int4 or int8.")]
+Router = Annotated[str, _option("--router", None, "synth: experts wanted alike (uniform) or not (zipf).")]
+Layers = Annotated[int | None, _option("--layers", "N", "synth: the first N layers. [default: all]")]
+ModelName = Annotated[str | None, _option("--model", None, "serve: [default: the first that it names]")]
+ApiKey = Annotated[str | None, _option("--api-key", None, "serve: a bearer key; else OPENAI_API_KEY.")]
+Requests = Annotated[int, _option("--requests", None, "serve: requests in all.")]
+Clients = Annotated[int, _option("--clients", None, "serve: requests at once, at most.")]
+Rate = Annotated[float | None, _option("--rate", None, "serve: a second. [default: as fast as they end]")]
+PromptWords = Annotated[
+    int, _option("--prompt-words", None, "serve: words of a prompt, about as many tokens.")
+]
+SharedWords = Annotated[int, _option("--shared-words", None, "serve: words that all prompts begin with.")]
+MaxTokens = Annotated[int, _option("--max-tokens", None, "serve: tokens of an answer.")]
+Seed = Annotated[int, _option("--seed", None, "Of all that is drawn.")]
+Report = Annotated[Path | None, _option("--report", "FILE", "Write the figures as JSON.")]
 
 
 def command(
-    what: Annotated[
-        What, typer.Argument(metavar="WHAT", help="serve: load on a server. synth: random packed weights.")
-    ],
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="synth: the folder to write.")] = None,
-    against: Annotated[
-        str | None, typer.Option("--against", metavar="URL", help="serve: the server's address.")
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option("--like", metavar="NAME", help="synth: the model to take the shapes of.")
-    ] = None,
-    recipe: Annotated[str, typer.Option("--recipe", metavar="NAME", help="synth: int4 or int8.")] = "int4",
-    router: Annotated[
-        str, typer.Option("--router", help="synth: experts wanted alike (uniform) or not (zipf).")
-    ] = "uniform",
-    layers: Annotated[
-        int | None, typer.Option("--layers", metavar="N", help="synth: the first N layers. [default: all]")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="[default: the first that it names]")] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", help="A bearer key; else that in OPENAI_API_KEY.")
-    ] = None,
-    requests: Annotated[int, typer.Option("--requests", help="Requests in all.")] = Load.requests,
-    clients: Annotated[int, typer.Option("--clients", help="Requests at once, at most.")] = Load.clients,
-    rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests a second. [default: as fast as they end]")
-    ] = None,
-    prompt_words: Annotated[
-        int, typer.Option("--prompt-words", help="Words of a prompt, about as many tokens.")
-    ] = Load.prompt_words,
-    shared_words: Annotated[
-        int, typer.Option("--shared-words", help="Words that all prompts begin with.")
-    ] = Load.shared_words,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer.")] = Load.max_tokens,
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = Load.seed,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="Write the figures as JSON.")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
+    what: WhatArgument, target: Target1 = None, after: Target2 = None, against: Against = None, like: Like = None,
+    recipe: RecipeName = "int4", router: Router = "uniform", layers: Layers = None, model: ModelName = None,
+    api_key: ApiKey = None, requests: Requests = Load.requests, clients: Clients = Load.clients, rate: Rate = None,
+    prompt_words: PromptWords = Load.prompt_words, shared_words: SharedWords = Load.shared_words,
+    max_tokens: MaxTokens = Load.max_tokens, contexts: offline.Contexts = "4096",
+    sequences: offline.Sequences = "1", decode: offline.Decode = 64,
+    warmup: offline.Warmup = 8, vram: offline.Vram = None,
+    kv: offline.Kv = "auto", dtype: offline.Dtype = "auto", weights: offline.Weights = "auto",
+    device: offline.Device = "cpu", threads: offline.Threads = None, fill_kv: offline.FillKv = False,
+    own_tokens: offline.OwnTokens = False, history: offline.History = None, seed: Seed = Load.seed,
+    report: Report = None, json: JsonOption = False,
+) -> None:  # fmt: skip
     """Exit code 1 where a request failed: the figures are printed all the same."""
+    if what is not What.COMPARE and after is not None:
+        raise UsageError(f"bench {what} takes one target.", hint="See packhorse bench --help.")
     if what is What.SYNTH:
-        _synth(out, like, recipe, router=router, layers=layers, seed=seed, json=json)
-        return
-    if against is None or out is not None:
-        raise UsageError("bench serve takes --against URL and no folder.", hint="See packhorse bench --help.")
-    load = Load(
-        requests=requests,
-        clients=clients,
-        prompt_words=prompt_words,
-        shared_words=shared_words,
-        max_tokens=max_tokens,
-        rate=rate,
-        seed=seed,
-    )
-    target = Target(against, api_key or os.environ.get("OPENAI_API_KEY"), load.timeout)
-    document = {"server": against, **run_load(target, load, model).document}
+        _synth(target, like, recipe, router=router, layers=layers, seed=seed, json=json)
+    elif what is What.COMPARE:
+        offline.run_compare(target, after, history, json)
+    elif what is What.OFFLINE:
+        offline.run_offline(
+            target, contexts=contexts, sequences=sequences, vram=vram, history_folder=history, report=report, json=json,
+            settings={"decode": decode, "warmup": warmup, "fill_kv": fill_kv, "own_tokens": own_tokens, "seed": seed},
+            config={"kv": kv, "dtype": dtype, "weights": weights, "device": device, "threads": threads},
+        )  # fmt: skip
+    else:
+        if against is None or target is not None:
+            raise UsageError(
+                "bench serve takes --against URL and no target.", hint="See packhorse bench --help."
+            )
+        load = Load(
+            requests=requests, clients=clients, prompt_words=prompt_words, shared_words=shared_words,
+            max_tokens=max_tokens, rate=rate, seed=seed,
+        )  # fmt: skip
+        _serve(against, load, model, api_key, report, json)
+
+
+def _serve(
+    against: str, load: Load, model: str | None, api_key: str | None, report: Path | None, json: bool
+) -> None:
+    server = Target(against, api_key or os.environ.get("OPENAI_API_KEY"), load.timeout)
+    document = {"server": against, **run_load(server, load, model).document}
     if report is not None:
         report.write_text(jsonlib.dumps(document, indent=1) + "\n")
     if json:
@@ -95,17 +122,17 @@ def command(
     note(f"{document['requests']} requests in {document['wall_s']:.1f} s, no error")
 
 
-def _synth(out: Path | None, like: str | None, recipe: str, *, json: bool, **options: Any) -> None:
-    if out is None or like is None:
+def _synth(target: str | None, like: str | None, recipe: str, *, json: bool, **options: Any) -> None:
+    if target is None or like is None:
         raise UsageError("bench synth takes a folder and --like NAME.", hint="See packhorse bench --help.")
     from packhorse.bench.synth import synthesize
 
     with byte_progress(f"writing {like}") as progress:
-        size = synthesize(out, like, recipe, progress=progress, **options)
+        size = synthesize(Path(target), like, recipe, progress=progress, **options)
     if json:
-        print_json({"out": str(out), "like": like, "recipe": recipe, "bytes": size, **options})
+        print_json({"out": target, "like": like, "recipe": recipe, "bytes": size, **options})
     else:
-        print(f"{out}: {format_bytes(size)} like {like} in {recipe}")
+        print(f"{target}: {format_bytes(size)} like {like} in {recipe}")
 
 
 def table(document: dict[str, Any]) -> str:

@@ -1,0 +1,404 @@
+"""How fast a model reads prompts and decodes here, at given contexts and caps, beside what each link allows.
+
+    ceilings -> for each cap: load -> for each context: read prompts -> for each number of sequences: decode
+
+Times are of whole engine steps, from the scheduler to the sampled ids. Tokens are random, so that experts are wanted
+as the routers of the checkpoint have it and do not settle in the loop that a model without sense falls into.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import psutil
+import torch
+
+from packhorse.bench.card import card_uuid, link_rates, product_rate
+from packhorse.bench.doctor import memory_rates, read_rate
+from packhorse.bench.serve import percentiles
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import ComputeError, UsageError
+from packhorse.core.types import Request, SamplingParams
+from packhorse.core.units import MIB, round_up
+from packhorse.engine.engine import Engine
+from packhorse.engine.load import DTYPES, Loaded, choose_dtype, load_engine, set_threads
+from packhorse.engine.schedule import Sequence as LiveSequence
+from packhorse.engine.schedule import SequenceState
+from packhorse.engine.size import check_window
+from packhorse.facts.hardware import probe
+from packhorse.facts.model import ModelFacts
+from packhorse.facts.nvml import process_bytes
+from packhorse.facts.recipes import Recipe
+from packhorse.plan import account
+from packhorse.plan.place import Footprint
+from packhorse.plan.predict import dense_bytes, prefill_flops, touched_share
+from packhorse.store.kv import KVStore, StoredSequence
+
+VERSION = 1
+"""Of the document that `measure` gives: docs/bench.md."""
+FIFTHS = 5
+"""Parts into which the steps are cut: how much their medians differ says what is noise."""
+FILL_LEN = 16_384
+"""Tokens of random K and V that are made; a pool repeats them."""
+DISK_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured. contexts: tokens held before decoding. sequences: at once. decode: steps that count, after
+    `warmup` that do not. vram: caps, each a load of its own; None: none. fill_kv: nothing is read, pages hold random
+    K and V and states are zero. own_tokens: each sequence goes on from what it drew.
+
+    Raises UsageError for what means nothing."""
+
+    contexts: tuple[int, ...] = (4096,)
+    sequences: tuple[int, ...] = (1,)
+    decode: int = 64
+    warmup: int = 8
+    vram: tuple[int | None, ...] = (None,)
+    fill_kv: bool = False
+    own_tokens: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("contexts", "sequences"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise UsageError(f"{name} are {values}.", hint="Give numbers from 1 on, by commas.")
+        if self.decode < FIFTHS or self.warmup < 0:
+            raise UsageError(
+                f"decode is {self.decode}, warmup {self.warmup}.", hint=f"Time at least {FIFTHS} steps."
+            )
+
+    @property
+    def room(self) -> int:
+        """Tokens that a sequence may come to hold beyond its context."""
+        return self.warmup + self.decode + 2
+
+
+def measure(
+    facts: ModelFacts,
+    config: EngineConfig,
+    settings: Settings,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """The figures as a document (docs/bench.md), without what the caller adds. config: device, types and codec; the
+    pools follow from the settings. say: gets a line for each part that is done.
+
+    Raises what loading raises, DoesNotFitError for contexts that do not fit among it.
+    """
+    ceilings = measure_ceilings(facts, config)
+    say("ceilings, GB/s: " + ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in ceilings.items()))
+    loads = []
+    for vram in settings.vram:
+        loads.append(_measure_load(facts, _config(facts, config, settings, vram), settings, ceilings, say))
+        loads[-1]["vram"] = vram
+        gc.collect()  # the engine and its pools, before the next one
+        if config.device != "cpu":
+            torch.cuda.empty_cache()
+    return {
+        "version": VERSION,
+        "model": {"name": facts.name, "path": str(facts.path)},
+        "settings": asdict(settings)
+        | {name: getattr(config, name) for name in ("device", "dtype", "kv", "weights", "exact", "threads")},
+        "ceilings": ceilings,
+        "loads": loads,
+    }
+
+
+def measure_ceilings(facts: ModelFacts, config: EngineConfig) -> dict[str, float]:
+    """Bytes a second that plain reads reach: `vram` or `memory`, `host` (pinned, by kernels), copies, `disk` (of the
+    model's own files); operations a second of dense products: `products`."""
+    hardware = probe()
+    device, dtype = torch.device(config.device), DTYPES[choose_dtype(config, hardware)[0]]
+    set_threads(config, hardware)
+    if device.type == "cuda":
+        rates = link_rates(device)
+    else:
+        threads = torch.get_num_threads()
+        rates = {"memory": memory_rates(threads)[threads]}
+    files = [facts.path] if facts.path.is_file() else list(facts.path.glob("*.safetensors"))
+    largest = max(files, key=lambda file: file.stat().st_size)
+    rates["disk"] = read_rate(largest, DISK_BYTES, 4 * MIB)
+    rates["products"] = product_rate(device, dtype, 8192 if device.type == "cuda" else 1024)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rates
+
+
+def _config(facts: ModelFacts, config: EngineConfig, settings: Settings, vram: int | None) -> EngineConfig:
+    """Pools for the longest context and the most sequences."""
+    longest, most = max(settings.contexts) + settings.room, max(settings.sequences)
+    sized = replace(
+        config,
+        context=longest,
+        sequences=most,
+        kv_tokens=most * round_up(longest, config.page_len),
+        snapshots=max(config.snapshots, 2 * most),
+        vram=vram,
+    )
+    check_window(facts, sized)
+    return sized
+
+
+def _measure_load(
+    facts: ModelFacts,
+    config: EngineConfig,
+    settings: Settings,
+    ceilings: dict[str, float],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """All that is measured of one loaded engine."""
+    began = time.perf_counter()
+    loaded = load_engine(facts, config, _Mute)
+    load_s = time.perf_counter() - began
+    run = _Run(loaded, config, settings, ceilings)
+    prefill, decode = [], []
+    for context in sorted(settings.contexts):
+        prompts: list[tuple[int, ...]] = []
+        seconds: list[float] = []
+        for sequences in sorted(settings.sequences):
+            new = [run.prompt(context, index) for index in range(len(prompts), sequences)]
+            seconds += [] if settings.fill_kv else [run.read(prompt) for prompt in new]
+            prompts += new
+            decode.append(run.decode(context, prompts))
+            say(f"{context:,} tokens, {sequences} at once: {decode[-1]['tok_s']:.1f} tok/s")
+        if seconds:
+            prefill.append(run.prefill_row(context, seconds))
+            say(f"{context:,} tokens: read at {prefill[-1]['tok_s']:.0f} tok/s")
+        run.engine.store.clear()
+    document = {
+        "load_s": load_s,
+        "notes": list(loaded.notes),
+        "memory": memory(loaded, config),
+        "prefill": prefill,
+        "decode": decode,
+    }
+    run.engine.close()
+    return document
+
+
+def memory(loaded: Loaded, config: EngineConfig) -> dict[str, int | None]:
+    """planned_bytes: of the device, before loading. used_bytes: of this process, by the driver's figure, or resident
+    on a CPU. reserved_bytes: by torch's allocator. host_bytes: of a card's weights, planned in host memory."""
+    found: dict[str, int | None] = {"planned_bytes": loaded.sizes.total_bytes + loaded.sizes.runtime_bytes}
+    if config.device == "cpu":
+        return found | {"used_bytes": psutil.Process().memory_info().rss, "reserved_bytes": None}
+    device = torch.device(config.device)
+    used, reserved = process_bytes(card_uuid(device)), torch.cuda.memory_reserved(device)
+    return found | {"used_bytes": used, "reserved_bytes": reserved, "host_bytes": loaded.sizes.host_bytes}
+
+
+def expert_counts(engine: Engine) -> dict[str, int] | None:
+    """What the kernels of captured steps counted since loading: `used` experts, each once a layer and step, `bytes`
+    read of them, `host_bytes` of these from host memory, `kept_bytes` of these kept in the card's. None where steps
+    are not captured or the model has no experts."""
+    graphs = engine.runner.graphs
+    if graphs is None or not any(engine.runner.model.facts.moe_layers):
+        return None
+    counters = graphs.counters.tolist()
+    used, read, _, *host = counters
+    return {
+        "used": used,
+        "bytes": read,
+        **dict(zip(("host_bytes", "kept_bytes"), host or (0, 0), strict=True)),
+    }
+
+
+class _Run:
+    """One loaded engine under measurement."""
+
+    def __init__(
+        self, loaded: Loaded, config: EngineConfig, settings: Settings, ceilings: dict[str, float]
+    ) -> None:
+        self.engine, self.settings, self.ceilings = loaded.engine, settings, ceilings
+        facts = loaded.engine.runner.model.facts
+        sizes = loaded.sizes
+        recipe = Recipe("as loaded", sizes.dtype, from_files=sizes.packed)
+        self._footprint = Footprint(facts, recipe, 0 if config.device == "cpu" else 1)
+        self._kv = sizes.kv
+        self._own = "memory" if config.device == "cpu" else "vram"
+        self._random = random.Random(settings.seed)
+        self._number = 0
+        if settings.fill_kv:
+            fill(self.engine)
+
+    def prompt(self, context: int, index: int) -> tuple[int, ...]:
+        """Random tokens, others for each context and index."""
+        draw = random.Random(f"{self.settings.seed} {context} {index}")
+        return tuple(draw.choices(range(self._footprint.facts.vocab_size), k=context))
+
+    def read(self, prompt: tuple[int, ...]) -> float:
+        """Seconds from a prompt to its first token, alone; what was read is kept."""
+        self.engine.add(self._request(prompt, 1, marks=(len(prompt),)))
+        began = time.perf_counter()
+        while self.engine.has_work:
+            for event in self.engine.step():
+                if event.error is not None:
+                    raise event.error
+        return time.perf_counter() - began
+
+    def decode(self, context: int, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        """A row of the document: decode steps of as many sequences as there are prompts."""
+        engine, settings = self.engine, self.settings
+        requests = [self._request(prompt, settings.room, store=False) for prompt in prompts]
+        for request in requests:
+            engine.add(request)
+        sequences = self._start(requests)
+        self._steps(sequences, settings.warmup)
+        before, disk = expert_counts(engine), _disk_bytes()
+        times = self._steps(sequences, settings.decode)
+        after, disk = expert_counts(engine), _disk_bytes() - disk
+        for request in requests:
+            engine.cancel(request.id)
+        experts = None
+        if before is not None and after is not None:
+            experts = {name: (after[name] - before[name]) / settings.decode for name in after}
+            experts["hit_rate"] = 1 - experts["host_bytes"] / experts["bytes"]
+        row = {"context": context, "sequences": len(prompts), "filled": settings.fill_kv, "experts": experts}
+        return row | self._figures(context, len(prompts), times, experts, disk / settings.decode)
+
+    def _steps(self, sequences: Sequence[LiveSequence], num: int) -> list[float]:
+        """Seconds of each of `num` decode steps."""
+        times = []
+        for _ in range(num):
+            began = time.perf_counter()
+            self.engine.step()
+            times.append(time.perf_counter() - began)
+            if not self.settings.own_tokens:
+                for sequence in sequences:
+                    sequence.generated[-1] = self._random.randrange(self._footprint.facts.vocab_size)
+        return times
+
+    def prefill_row(self, context: int, seconds: list[float]) -> dict[str, Any]:
+        """A row of the document: prompts of `context` tokens that were read one after the other."""
+        flops = prefill_flops(self._footprint, 0, context) / statistics.median(seconds)
+        return {
+            "context": context,
+            "seconds": seconds,
+            "tok_s": context / statistics.median(seconds),
+            "range_tok_s": [context / max(seconds), context / min(seconds)],
+            "flops_s": flops,
+            "ratio": flops / self.ceilings["products"],
+        }
+
+    def _figures(
+        self, context: int, sequences: int, times: list[float], experts: dict[str, float] | None, disk: float
+    ) -> dict[str, Any]:
+        """Speed, and bytes of each link beside its ceiling. A step's ceiling is the sum over the links."""
+        mean = statistics.fmean(times)
+        cuts = [len(times) * part // FIFTHS for part in range(FIFTHS + 1)]
+        fifths = [statistics.median(times[a:b]) for a, b in itertools.pairwise(cuts)]
+        read = self._step_bytes(context, sequences, experts) | {"disk": disk}
+        least = sum(size / self.ceilings[link] for link, size in read.items())
+        links = {
+            link: {"bytes_step": size, "bytes_s": size / mean, "ratio": size / mean / self.ceilings[link]}
+            for link, size in read.items()
+        }
+        return {
+            "tok_s": sequences / mean,
+            "range_tok_s": [sequences / max(fifths), sequences / min(fifths)],
+            "step_s": {"mean": mean, **percentiles(times)},
+            "links": links,
+            "ceiling_tok_s": sequences / least,
+            "ratio": least / mean,
+        }
+
+    def _step_bytes(self, context: int, sequences: int, experts: dict[str, float] | None) -> dict[str, float]:
+        """Bytes that a step must read, by link: weights once, experts as counted (else as uniform routing has it),
+        KV, and states read and written."""
+        footprint = self._footprint
+        facts, held = footprint.facts, context + self.settings.warmup + self.settings.decode / 2
+        own = float(dense_bytes(footprint)) + 2 * sequences * footprint.snapshot_bytes
+        own += sequences * held * account.kv_token_bytes(facts, self._kv)
+        moving = footprint.classes.get(footprint.mover, 0)
+        if experts is None:
+            return {self._own: own + touched_share(facts, sequences) * moving}
+        return {self._own: own + experts["bytes"] - experts["host_bytes"], "host": experts["host_bytes"]}
+
+    def _request(
+        self, prompt: tuple[int, ...], max_tokens: int, marks: tuple[int, ...] = (), store: bool = True
+    ) -> Request:
+        self._number += 1
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return Request(f"bench {self._number}", prompt, sampling, marks, store=store)
+
+    def _start(self, requests: Sequence[Request]) -> list[LiveSequence]:
+        """Step until all decode. Raises ComputeError where a prompt that was read has to be read again: then the
+        steps of some would be timed beside the chunks of others."""
+        page_len = self.engine.store.page_len
+        while True:
+            for event in self.engine.step():
+                if event.error is not None:
+                    raise event.error
+            found = [self.engine.scheduler.find(request.id) for request in requests]
+            sequences = [sequence for sequence in found if sequence is not None]
+            for sequence in sequences:
+                lost = sequence.prompt_len - sequence.usage.cached_len
+                if sequence.handle is not None and not self.settings.fill_kv and lost >= 2 * page_len:
+                    raise ComputeError(
+                        f"{lost:,} tokens of a prompt of {sequence.prompt_len:,} were not kept.",
+                        hint="Measure fewer sequences at once, or give --fill-kv.",
+                    )
+            if all(sequence.state is SequenceState.DECODING for sequence in sequences):
+                return sequences
+
+
+def fill(engine: Engine) -> None:
+    """Random K and V in all pages of the pool, and an engine that takes every prompt but its last token for read."""
+    store = engine.store
+    codec = store.geometry.codec
+    block: torch.Tensor | None = None
+    for layer in store.geometry.full_layers:
+        pages = store.layer_memory(layer).pages
+        assert pages is not None
+        num = min(len(pages), FILL_LEN // store.page_len)
+        if block is None:
+            shape = (num * store.page_len, codec.num_kv_heads, codec.head_dim)
+            k, v = (torch.randn(shape, device=pages.device) for _ in range(2))
+            codec.bind(pages).write(range(num), 0, k, v)
+            block = pages[:num].clone()
+        for start in range(0, len(pages), num):
+            part = pages[start : start + num]
+            part.copy_(block[: len(part)])
+    engine.store = cast(KVStore, _Filled(store))
+
+
+class _Filled:
+    """A store whose sequences begin at the last token of their prompts."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open(self, *args: Any, **options: Any) -> StoredSequence | None:
+        """See KVStore."""
+        sequence = self._store.open(*args, **options)
+        if sequence is not None:
+            sequence.position, sequence.wanted = sequence.prompt_len - 1, []
+        return sequence
+
+
+class _Mute:
+    """A detokenizer of tokens that mean nothing."""
+
+    def add(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def _disk_bytes() -> int:
+    """Read by this process from a disk so far; 0 where the system does not count."""
+    counters = getattr(psutil.Process(), "io_counters", None)
+    return 0 if counters is None else counters().read_bytes
