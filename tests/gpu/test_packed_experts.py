@@ -1,5 +1,8 @@
 """Router's choice and routed experts through a table of addresses, against float64."""
 
+import dataclasses
+import random
+
 import pytest
 import torch
 
@@ -7,7 +10,15 @@ from matrix_cases import bound, error, random_packed, to_device
 from packhorse.core.formats import PACKED
 from packhorse.kernels import dispatch
 from packhorse.kernels.cuda import launch
-from packhorse.kernels.experts.cuda import ExpertTable, expert_mix, new_counters, plan_routes, route
+from packhorse.kernels.experts.cuda import (
+    ExpertFills,
+    ExpertTable,
+    apply_changes,
+    expert_mix,
+    new_counters,
+    plan_routes,
+    route,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -149,6 +160,110 @@ def test_inner_values_beyond_fp16():
     assert int(counters[2]) == clipped
     want = experts.want((x.double() / 1024).float(), routes.weights, routes.experts)
     assert want.isfinite().all() and got.abs().max() > 65504
+
+
+def test_rows_of_nobody():
+    """Their experts are not read, whatever their logits hold; their mix is the residual."""
+    experts = Experts("int4-g128", "int4-g128", 256, 128, 32)
+    x, residual = torch.randn(4, 256).to("cuda", torch.float16), torch.randn(4, 256).cuda()
+    x[1] = torch.nan
+    logits, live = torch.randn(4, 32).cuda(), torch.tensor([0, -1, 2, -1], dtype=torch.int32, device="cuda")
+    logits[1] = torch.nan
+    counters = new_counters("cuda")
+    routes = route(logits, 3, True, experts.table, 1, counters, live)
+    got = expert_mix(x, routes, experts.table, counters, residual=residual)
+    distinct = len(routes.experts[::2].unique())
+    assert counters[:2].tolist() == [distinct, distinct * experts.table.expert_bytes]
+    alone = route(logits[::2], 3, True, experts.table, 1, counters)
+    want = expert_mix(
+        x[::2].contiguous(), alone, experts.table, counters, residual=residual[::2].contiguous()
+    )
+    assert torch.equal(got[::2], want) and torch.equal(got[1::2], residual[1::2])
+    nobody = route(logits, 3, True, experts.table, 1, counters, torch.full_like(live, -1))
+    assert torch.equal(expert_mix(x, nobody, experts.table, counters), torch.zeros_like(residual))
+
+
+class Residency:
+    """A host that moves experts at random: those of layer 1 of a table over slots that are NaN while nobody's."""
+
+    def __init__(self, experts, num_slots, num_spares, share, seed):
+        table, self.random = experts.table, random.Random(seed)
+        self.home = [place.cpu().pin_memory() for place in experts.places]
+        home = torch.tensor([[0] * len(self.home), [place.data_ptr() | 1 for place in self.home]]).cuda()
+        self.slots = torch.full((num_slots, table.expert_bytes), 255, dtype=torch.uint8, device="cuda")
+        self.table = dataclasses.replace(
+            table,
+            address=home.clone(),
+            fills=ExpertFills.empty(home, num_spares, len(self.home) + num_spares),
+        )
+        self.free = set(range(num_slots))
+        self.slot_of = {}
+        self.places = [None] * num_spares  # [slot, expert kept there or None]
+        for e in range(round(share * len(self.home))):
+            slot = self.slot_of[e] = self.free.pop()
+            self.slots[slot] = self.home[e].cuda()
+            self.table.address[1, e] = self.slots[slot].data_ptr()
+
+    def change(self):
+        """Some experts leave, their slots are poisoned, places get what slots there are; all in one call."""
+        fills, num_experts = self.table.fills, len(self.home)
+        out = [e for e in self.slot_of if self.random.random() < 0.3]
+        for e in out:
+            self.slots[self.slot_of[e]] = 255
+            self.free.add(self.slot_of.pop(e))
+        taken = [s for s, place in enumerate(self.places) if place is None or place[1] is not None]
+        taken.sort(key=lambda s: self.places[s] is None or self.places[s][1] not in out)
+        rows = [(num_experts + e, -1, 0) for e in out]
+        for s in taken[: len(self.free)]:
+            slot = self.free.pop()
+            self.places[s] = [slot, None]
+            rows.append((-1, len(self.places) + s, self.slots[slot].data_ptr()))
+        if rows:
+            fills.changes[: len(rows)] = torch.tensor(rows).cuda()
+        apply_changes(self.table)
+        assert (fills.changes[:, :2] == -1).all()
+
+    def check(self, used, host_bytes, kept_bytes):
+        """What a step with the distinct experts `used` did. In order: first misses are kept first."""
+        fills, size = self.table.fills, self.table.expert_bytes
+        missed = [e for e in used if e not in self.slot_of]
+        free = [s for s, place in enumerate(self.places) if place is not None and place[1] is None]
+        assert fills.used[1].tolist() == used + [-1] * (160 - len(used))
+        assert [host_bytes, kept_bytes] == [len(missed) * size, min(len(missed), len(free)) * size]
+        for s, e in zip(free, missed, strict=False):
+            self.places[s][1] = e
+            self.slot_of[e] = self.places[s][0]
+        assert fills.filled[1].tolist() == [
+            -2 if place is None else -1 if place[1] is None else place[1] for place in self.places
+        ]
+        for e, slot in self.slot_of.items():
+            assert torch.equal(self.slots[slot].cpu(), self.home[e]), e
+
+
+@pytest.mark.parametrize("share", [0, 0.37, 1])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_fills(case, share):
+    """Experts that come and go at random, kept as they are read: the bits of all of them resident."""
+    num_experts, top_k = case[4:]
+    experts = Experts(*case[:5])
+    host = Residency(experts, num_experts + 2 if share == 1 else num_experts // 2 + 3, 3, share, seed=top_k)
+    generator = torch.Generator().manual_seed(9)
+    for step in range(24):
+        if share < 1:
+            host.change()
+        num = (1, 3, 16)[step % 3]
+        x = torch.randn(num, case[2], generator=generator).to("cuda", torch.float16)
+        logits = torch.randn(num, num_experts, generator=generator).cuda()
+        counters = new_counters("cuda")
+        routes = route(logits, top_k, True, host.table, 1, counters)
+        got = expert_mix(x, routes, host.table, counters)
+        want = expert_mix(
+            x, route(logits, top_k, True, experts.table, 1, new_counters("cuda")), experts.table, counters * 0
+        )
+        assert torch.equal(got, want)
+        used = routes.experts.unique().tolist()
+        assert counters[:3].tolist() == [len(used), len(used) * host.table.expert_bytes, 0]
+        host.check(used, *counters[3:].tolist())
 
 
 def test_captured_in_a_graph():

@@ -77,6 +77,19 @@ __device__ __forceinline__ void load_tile(const unsigned char* unit, int offset,
     }
 }
 
+// The same words written to where `load_tile` would read them.
+__device__ __forceinline__ void store_tile(unsigned char* unit, int offset, int lane, const u32 (&w)[BITS]) {
+    *reinterpret_cast<uint4*>(unit + 16 * lane + offset) = make_uint4(w[0], w[1], w[2], w[3]);
+    if constexpr (BITS == 5) *reinterpret_cast<u32*>(unit + 4 * lane + offset + 512) = w[4];
+    if constexpr (BITS == 6) *reinterpret_cast<uint2*>(unit + 8 * lane + offset + 512) = make_uint2(w[4], w[5]);
+    if constexpr (BITS == 8)
+        *reinterpret_cast<uint4*>(unit + 16 * lane + offset + 512) = make_uint4(w[4], w[5], w[6], w[7]);
+}
+__device__ __forceinline__ void store_header(unsigned char* block, int lane, const u32 (&header)[LINES]) {
+#pragma unroll
+    for (int l = 0; l < LINES; l++) *reinterpret_cast<u32*>(block + 4 * lane + 128 * l) = header[l];
+}
+
 // The weights of one unit of R row blocks on their way to a warp.
 template <int R>
 struct Ring {
@@ -347,10 +360,11 @@ __device__ __forceinline__ void add_scaled(const Scale& s, const float (&part)[N
 // Adds to acc[r] (fragment D, times VALUE_FACTOR) the units first, first + step, .. of R row blocks at rows[r].
 // Weights are sent for before the wait for the kernel before, tokens are read after it. `filled`: the first unit has
 // been sent for already. after: the first unit that the warp will take next, or null: it is sent for at the end.
-template <int R, int N8>
+// keep: how far from where they are read the weights are written too; 0: nowhere.
+template <int R, int N8, bool KEEP = false>
 __device__ __forceinline__ void add_units(Ring<R>& ring, const unsigned char* const (&rows)[R], int first, int step,
                                           int num_tiles, const Tokens<N8>& tokens, int lane, float (&acc)[R][N8][4],
-                                          bool filled = false, const unsigned char* after = nullptr) {
+                                          bool filled = false, const unsigned char* after = nullptr, u64 keep = 0) {
     constexpr bool PREFETCH = N8 == 1;  // with more tokens there are no registers for it
     constexpr bool LATE = !ASYNC && (R * N8 == 4 || R * BITS == 16);  // nor for a whole unit
     const int whole = num_tiles / UNIT_TILES;
@@ -399,6 +413,11 @@ __device__ __forceinline__ void add_units(Ring<R>& ring, const unsigned char* co
                     const int i = 2 * pair + j;
                     u32 w[BITS];
                     ring.take(i, r, lane, w, header[r]);
+                    if (KEEP && keep != 0) {
+                        unsigned char* copy = const_cast<unsigned char*>(now_at[r]) + keep;
+                        store_tile(copy, tile_at(i), lane, w);
+                        if (i % BLOCK_TILES == 0) store_header(copy + header_at(i, 0), lane, header[r]);
+                    }
                     const Scale s = scale_of(header[r], i % BLOCK_TILES, lane);
                     if constexpr (ON_VALUES) {
                         multiply(w, s, now[j], j ? odd[r] : acc[r]);
@@ -438,6 +457,11 @@ __device__ __forceinline__ void add_units(Ring<R>& ring, const unsigned char* co
 #pragma unroll
             for (int l = 0; l < LINES; l++) header[l] = read4(block + 4 * lane + 128 * l);
             load_tile(block, 128 * LINES + tile % BLOCK_TILES * TILE_BYTES, lane, w);
+            if (KEEP && keep != 0) {
+                unsigned char* copy = const_cast<unsigned char*>(block) + keep;
+                store_tile(copy, 128 * LINES + tile % BLOCK_TILES * TILE_BYTES, lane, w);
+                store_header(copy, lane, header);
+            }
             const Scale s = scale_of(header, tile % BLOCK_TILES, lane);
             if constexpr (ON_VALUES) {
                 multiply(w, s, x, acc[r]);

@@ -1,7 +1,18 @@
 // Routed experts of 1 to 16 tokens through a table of addresses, device or pinned host. Each tile of an expert is read
-// by one warp, once, for all the expert's tokens. -DDOWN=0: gate_up, 1: down and the weighted sum.
+// by one warp, once, for all the expert's tokens. -DDOWN=0: gate_up, 1: down and the weighted sum. -DFILL=1: experts may
+// be written to slots as they are read.
 #include "packed.cuh"
 #include "plan.cuh"
+
+// Where a slot's expert is to be kept, see PLAN_KEEP; and how far that is from where it is read.
+__device__ __forceinline__ u64 keep_of(const int* plan, int slot) {
+    return FILL ? __ldcg(reinterpret_cast<const u64*>(plan + PLAN_KEEP) + slot) : 0;
+}
+__device__ __forceinline__ u64 shift_of(u64 keep, const Slot& slot) { return keep > HOST ? keep - HOST - slot.address : 0; }
+__device__ __forceinline__ void count_host(u64 keep, u64 bytes, u64* counters) {
+    if (keep & HOST) atomicAdd(counters + BYTES_HOST, bytes);
+    if (keep > HOST) atomicAdd(counters + BYTES_KEPT, bytes);
+}
 
 // The rows of a slot's tokens. `index`: the token of each sorted route, or null where rows are in that order.
 template <int N8>
@@ -21,7 +32,7 @@ __device__ __forceinline__ Tokens<N8> tokens_of(const Slot& slot, const unsigned
 template <int N8>
 __device__ __forceinline__ void gate_up(const Slot& slot, const int* plan, const unsigned char* x,
                                         unsigned short* inner, u64* counters, int num_tiles, float factor,
-                                        unsigned char* shared) {
+                                        unsigned char* shared, u64 keep) {
     float* sums = reinterpret_cast<float*>(shared);  // [warp][gate, up][8 N8 tokens][TOKEN_FLOATS]
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_warps = blockDim.x >> 5;
     const unsigned char* expert = reinterpret_cast<const unsigned char*>(slot.address);
@@ -30,7 +41,8 @@ __device__ __forceinline__ void gate_up(const Slot& slot, const int* plan, const
     Ring<2> ring(shared, warp);
     const Tokens<N8> tokens = tokens_of<N8>(slot, x, plan + PLAN_TOKENS, num_tiles, lane);
     float acc[2][N8][4] = {};
-    add_units(ring, rows, warp, num_warps, num_tiles, tokens, lane, acc);
+    add_units<2, N8, FILL>(ring, rows, warp, num_warps, num_tiles, tokens, lane, acc, false, nullptr,
+                           shift_of(keep, slot));
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < 2; r++) put_sums(sums + (warp * 2 + r) * 8 * N8 * TOKEN_FLOATS, lane, acc[r]);
@@ -45,7 +57,10 @@ __device__ __forceinline__ void gate_up(const Slot& slot, const int* plan, const
         const size_t at = (size_t)(slot.start + i / 16) * (16 * gridDim.x) + blockIdx.x * 16 + i % 16;
         inner[at] = to_act(silu(gate) * up * factor, counters + SATURATED);
     }
-    if (threadIdx.x == 0) atomicAdd(counters + BYTES_READ, 2 * (u64)size);
+    if (threadIdx.x == 0) {
+        atomicAdd(counters + BYTES_READ, 2 * (u64)size);
+        count_host(keep, 2 * (u64)size, counters);
+    }
 }
 
 // Block (x, y): rows 16 x .. of gate and of up of the y-th distinct expert. x [T, H]; inner [routes, I], sorted by
@@ -59,21 +74,22 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)
     let_next_start();
     const int num_slots = __ldcg(plan + PLAN_NUM);
     const Slot slot = Slot::load(reinterpret_cast<const Slot*>(plan) + blockIdx.y);
+    const u64 keep = keep_of(plan, blockIdx.y);
     if (blockIdx.y >= num_slots) return;
     if (NT == 1 || slot.count <= 8) {
-        gate_up<1>(slot, plan, x, inner, counters, num_tiles, factor, shared);
+        gate_up<1>(slot, plan, x, inner, counters, num_tiles, factor, shared, keep);
     } else {
-        gate_up<NT>(slot, plan, x, inner, counters, num_tiles, factor, shared);
+        gate_up<NT>(slot, plan, x, inner, counters, num_tiles, factor, shared, keep);
     }
 }
 #else
 template <int N8>
 __device__ __forceinline__ void down(Ring<1>& ring, const Slot& slot, const unsigned char* const (&rows)[1],
                                      const unsigned char* inner, int num_tiles, int lane, float* sums, bool filled,
-                                     const unsigned char* after) {
+                                     const unsigned char* after, u64 keep) {
     const Tokens<N8> tokens = tokens_of<N8>(slot, inner, nullptr, num_tiles, lane);
     float acc[1][N8][4] = {};
-    add_units(ring, rows, 0, 1, num_tiles, tokens, lane, acc, filled, after);
+    add_units<1, N8, FILL>(ring, rows, 0, 1, num_tiles, tokens, lane, acc, filled, after, keep);
 #pragma unroll
     for (int n = 0; n < N8; n++)
 #pragma unroll
@@ -109,10 +125,12 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
         const unsigned char* rows[1] = {row(slot)};
         const bool more = num_tiles >= UNIT_TILES && i + num_warps < num_slots;
         const unsigned char* after = more ? row(next) : nullptr;
+        const u64 keep = keep_of(plan, i), shift = shift_of(keep, slot);
+        if (lane == 0) count_host(keep, size, counters);
         if (NT == 1 || slot.count <= 8) {
-            down<1>(ring, slot, rows, inner, num_tiles, lane, sums, filled, after);
+            down<1>(ring, slot, rows, inner, num_tiles, lane, sums, filled, after, shift);
         } else {
-            down<NT>(ring, slot, rows, inner, num_tiles, lane, sums, filled, after);
+            down<NT>(ring, slot, rows, inner, num_tiles, lane, sums, filled, after, shift);
         }
         filled = more;
         slot = next;

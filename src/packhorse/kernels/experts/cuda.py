@@ -69,16 +69,18 @@ class ExpertFills:
     changes: Tensor
 
     @classmethod
-    def empty(cls, home: Tensor, spares: int) -> ExpertFills:
+    def empty(cls, home: Tensor, spares: int, changes: int | None = None) -> ExpertFills:
         """Of `spares` places a layer, none of which has a slot yet: all are taken (by no expert) until
-        `apply_changes` gives them one."""
+        `apply_changes` gives them one. changes: rows of it, one for each place unless given."""
         layers, device = home.shape[0], home.device
         return cls(
             home,
             torch.zeros(layers, spares, dtype=torch.int64, device=device),
             torch.full((layers, spares), NO_SLOT, dtype=torch.int32, device=device),
             torch.full((layers, MAX_ROUTES), -1, dtype=torch.int32, device=device),
-            torch.full((layers * spares, 3), -1, dtype=torch.int64, device=device),
+            torch.full(
+                (layers * spares if changes is None else changes, 3), -1, dtype=torch.int64, device=device
+            ),
         )
 
 
@@ -251,7 +253,7 @@ def _planned(
     if fills is not None:
         places = (fills.spares[layer], fills.filled[layer], fills.used[layer])
     num_spares = 0 if fills is None else fills.spares.shape[1]
-    assert num_spares <= MAX_SPARES
+    assert num_spares <= MAX_SPARES and (fills is None or table.down_gap is None)
     sizes = (num_tokens, top_k, num_experts, int(norm), num_spares)
     args = (logits, live, weights, experts, table.address[layer], *places, plan, counters, *sizes)
     launch(_PLAN, (1,), MAX_EXPERTS, *args, device=plan.device, overlap=True)
