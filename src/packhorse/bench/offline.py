@@ -20,7 +20,7 @@ from typing import Any, cast
 import psutil
 import torch
 
-from packhorse.bench.card import card_uuid, link_rates, product_rate
+from packhorse.bench.card import link_rates, product_rate
 from packhorse.bench.doctor import memory_rates, read_rate
 from packhorse.bench.serve import percentiles
 from packhorse.core.config import EngineConfig
@@ -34,7 +34,6 @@ from packhorse.engine.schedule import SequenceState
 from packhorse.engine.size import check_window
 from packhorse.facts.hardware import probe
 from packhorse.facts.model import ModelFacts
-from packhorse.facts.nvml import process_bytes
 from packhorse.facts.recipes import Recipe
 from packhorse.plan import account
 from packhorse.plan.place import Footprint
@@ -191,8 +190,9 @@ def memory(loaded: Loaded, config: EngineConfig) -> dict[str, int | None]:
     found: dict[str, int | None] = {"planned_bytes": loaded.sizes.total_bytes + loaded.sizes.runtime_bytes}
     if config.device == "cpu":
         return found | {"used_bytes": psutil.Process().memory_info().rss, "reserved_bytes": None}
-    device = torch.device(config.device)
-    used, reserved = process_bytes(card_uuid(device)), torch.cuda.memory_reserved(device)
+    assert loaded.card is not None
+    reserved = torch.cuda.memory_reserved(torch.device(config.device))
+    used = loaded.card.used_bytes()
     return found | {"used_bytes": used, "reserved_bytes": reserved, "host_bytes": loaded.sizes.host_bytes}
 
 

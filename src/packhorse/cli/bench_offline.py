@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +12,11 @@ import typer
 
 from packhorse.bench import history
 from packhorse.bench.origin import origin
+from packhorse.bench.report import table
 from packhorse.cli.common import find_model, note, print_json
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError
-from packhorse.core.units import format_bytes, parse_bytes
+from packhorse.core.units import parse_bytes
 from packhorse.facts.read import read_model
 
 
@@ -28,7 +28,7 @@ Contexts = Annotated[str, _option("--contexts", "N,N", "tokens held before decod
 Sequences = Annotated[str, _option("--sequences", "N,N", "at once. [default: 1]")]
 Decode = Annotated[int, _option("--decode", "N", "steps that are timed. [default: 64]")]
 Warmup = Annotated[int, _option("--warmup", "N", "steps before these. [default: 8]")]
-Vram = Annotated[str | None, _option("--vram", "SIZE,SIZE", "caps on the card, each a load. [default: none]")]
+Vram = Annotated[str | None, _option("--vram", "SIZE,SIZE", "caps on the card, each a load; none: no cap.")]
 Kv = Annotated[str, _option("--kv", "CODEC", "how K and V are stored. [default: auto]")]
 Dtype = Annotated[str, _option("--dtype", "TYPE", "what to compute in. [default: auto]")]
 Weights = Annotated[str, _option("--weights", "HOW", "auto, packed or unpacked.")]
@@ -67,7 +67,9 @@ def run_offline(
     wanted = Settings(
         contexts=numbers(contexts, "contexts"),
         sequences=numbers(sequences, "sequences"),
-        vram=(None,) if vram is None else tuple(parse_bytes(size) for size in vram.split(",")),
+        vram=(None,)
+        if vram is None
+        else tuple(None if size == "none" else parse_bytes(size) for size in vram.split(",")),
         **settings,
     )
     facts = read_model(find_model(model, None, False))
@@ -100,53 +102,3 @@ def run_compare(first: str | None, second: str | None, history_folder: Path | No
 
 def _folder(given: Path | None) -> Path:
     return given or platformdirs.user_data_path("packhorse")
-
-
-def table(document: dict[str, Any]) -> str:
-    """The figures for people."""
-    ceilings = document["ceilings"]
-    listed = [f"{name} {rate / 1e9:.2f} GB/s" for name, rate in ceilings.items() if name != "products"]
-    lines = [
-        f"{document['model']['name']}, {', '.join(card['name'] for card in document['hardware']['cards']) or 'CPU'}",
-        f"measured ceilings: {', '.join(listed)}, products {ceilings['products'] / 1e12:.3g} TFLOP/s",
-    ]
-    for load in document["loads"]:
-        lines += _load_lines(load)
-    return "\n".join(lines)
-
-
-def _load_lines(load: dict[str, Any]) -> list[str]:
-    cap = "no cap" if load["vram"] is None else f"cap {format_bytes(load['vram'])}"
-    sizes = {name.removesuffix("_bytes"): size for name, size in load["memory"].items()}
-    told = [f"{name} {'not told' if size is None else format_bytes(size)}" for name, size in sizes.items()]
-    lines = ["", f"{cap}: loaded in {load['load_s']:.1f} s; {', '.join(told)}"]
-    for row in load["prefill"]:
-        lines.append(
-            f"{row['context']:>9,} tokens read in {min(row['seconds']):.2f} s, {row['tok_s']:.0f} tok/s, "
-            f"{row['flops_s'] / 1e12:.3g} TFLOP/s = {row['ratio']:.2f} of products"
-        )
-    if any(row["filled"] for row in load["decode"]):
-        lines.append("nothing was read: K and V are random, states are zero")
-    head = ("context", "at once", "tok/s", "p50 ms", "p99 ms", "ceiling", "ratio", "hits")
-    lines.append("".join(f"{name:>10}" for name in head) + "  bytes a second by link, of its ceiling")
-    return lines + [_decode_line(row) for row in load["decode"]]
-
-
-def _decode_line(row: dict[str, Any]) -> str:
-    hits = "" if row["experts"] is None else f"{row['experts']['hit_rate']:.3f}"
-    cells: Sequence[str] = (
-        f"{row['context']:,}",
-        str(row["sequences"]),
-        f"{row['tok_s']:.2f}",
-        f"{1e3 * row['step_s']['p50']:.3f}",
-        f"{1e3 * row['step_s']['p99']:.3f}",
-        f"{row['ceiling_tok_s']:.1f}",
-        f"{row['ratio']:.2f}",
-        hits,
-    )
-    links = [
-        f"{name} {link['bytes_s'] / 1e9:.2f} GB/s ({link['ratio']:.2f})"
-        for name, link in row["links"].items()
-        if link["bytes_step"]
-    ]
-    return "".join(f"{cell:>10}" for cell in cells) + "  " + ", ".join(links)
