@@ -12,7 +12,7 @@ import oracle
 from packhorse.core.types import EXACT_ROWS, PAGE_LEN, Event, Request, SamplingParams, Span
 from packhorse.engine.engine import Engine
 from packhorse.engine.runner import Runner, buckets
-from packhorse.engine.schedule import Step
+from packhorse.engine.schedule import Step, Work
 from packhorse.facts.read import read_model
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
@@ -44,6 +44,12 @@ class RecordingRunner(Runner):
             self.logits[span.sequence.id, span.end - 1] = row.clone()
         return logits
 
+    def read_out(self, work: Work, part: Span, x: torch.Tensor, row: int) -> torch.Tensor | None:
+        logits = super().read_out(work, part, x, row)
+        if logits is not None:
+            self.logits[work.sequence.id, work.end - 1] = logits.clone()
+        return logits
+
 
 @cache
 def tiny_model(family: str, exact: bool) -> Model:
@@ -69,8 +75,10 @@ def make_engine(
     eos_ids: tuple[int, ...] = (),
     device: str = "cpu",
     kv: str | None = None,
+    ram: int = 0,
+    **sweep: object,
 ) -> Engine:
-    """An engine whose free memory is NaN, so that nothing stale can be read unseen."""
+    """An engine whose free memory is NaN, so that nothing stale can be read unseen. sweep: settings of Engine."""
     store = KVStore(
         StoreGeometry.of(model.facts, model.dtype, page_len, kv),
         num_pages=num_pages,
@@ -81,6 +89,8 @@ def make_engine(
         device=device,
         poison=True,
     )
+    if ram:
+        store.add_tiers(ram_bytes=ram)
     return Engine(
         RecordingRunner(model),
         store,
@@ -89,6 +99,7 @@ def make_engine(
         window=window,
         eos_ids=eos_ids,
         detokenizer=IdsAsText,
+        **sweep,
     )
 
 

@@ -174,6 +174,8 @@ def check(store: KVStore) -> None:
     check_entries(store, entries)
     snapshots = [e.snapshot for e in entries if e.snapshot is not None]
     rolling = [s.rolling for s in store._open.values() if s.rolling is not None]
+    collected = [slot for s in store._open.values() for slot in s.collected.values()]
+    snapshots += collected
     taken = [*snapshots, *rolling, *slots._pool]
     assert sorted(taken) == list(range(slots.sequences, slots.num_slots))
     assert (len(snapshots), len(rolling)) == (slots.num_entries, slots.num_rolling)

@@ -23,9 +23,8 @@ class FakeHandle:
         self.position = cached_len
         self.boundaries = boundaries
 
-    @property
-    def next_boundary(self) -> int | None:
-        return min((b for b in self.boundaries if b > self.position), default=None)
+    def boundary_after(self, position: int) -> int | None:
+        return min((b for b in self.boundaries if b > position), default=None)
 
 
 class FakeStore:

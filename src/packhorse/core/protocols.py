@@ -72,16 +72,22 @@ class KVView(Protocol):
 class LayerWeights(Protocol):
     """Weights of one layer by checkpoint name, nested by attribute: `w.self_attn.o_proj`.
 
-    Valid until the next `WeightSource.layer` call of the same source.
+    Valid until the next call of the method of `WeightSource` that gave them.
     """
 
     def __getattr__(self, name: str) -> Any: ...
 
 
 class WeightSource(Protocol):
-    """Where the runner gets a layer's weights: resident here, streamed by later sources."""
+    """Where the runner gets a layer's weights: resident, or streamed."""
 
-    def layer(self, index: int) -> LayerWeights: ...
+    def layer(self, index: int) -> LayerWeights:
+        """For a step, which asks for each layer in turn."""
+
+    def sweep_layer(self, index: int, then: int | None) -> LayerWeights:
+        """For a sweep, which asks once for each layer it computes, in ascending order, and for `layer` of other
+        layers meanwhile, in the steps between. then: the layer it will ask for next, to be fetched while this one
+        computes; None after the last. A sweep may end anywhere, and the next begin at layer 0 or in the middle."""
 
 
 class CheckpointSource(Protocol):

@@ -145,8 +145,9 @@ class Event:
     """What one step did for one request: prompt progress, new text, or the end.
 
     token_ids and text: what is new and final (text held back for a stop string or a half character is not
-    there yet). read_len: prompt tokens processed or reused so far. prompt_logprobs: where asked for, of all
-    tokens of the prompt in order, with the event of the answer's first token; a prompt's first has none.
+    there yet). read_len: prompt tokens processed or reused so far; one that has passed half of the layers counts
+    half. prompt_logprobs: where asked for, of all tokens of the prompt in order, with the event of the answer's
+    first token; a prompt's first has none.
     finish: set on the last event; with ERROR or a refusal `error` says why.
     """
 

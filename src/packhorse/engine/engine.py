@@ -1,6 +1,7 @@
 """Requests in, events out: the engine joins scheduler, store, model and sampler, and owns none of their work.
 
 add -> schedule -> views -> run -> sample -> complete -> events
+                   a slice of a sweep, and the same when a sequence has passed all layers
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from packhorse.core.units import MIB
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
 from packhorse.engine.sample import Sampled, Sampler, sample
-from packhorse.engine.schedule import Scheduler, Step, Work
+from packhorse.engine.schedule import TAIL_LEN, Scheduler, Step, Sweep, Work
 from packhorse.engine.schedule import Sequence as LiveSequence
+from packhorse.engine.sweep import SweepRunner
 from packhorse.store.kv import KVStore, StoredSequence
 
 WRITE_BEHIND_BYTES = 4 * MIB
@@ -30,7 +32,9 @@ class Engine:
     """Serves requests over one model. Not thread-safe: one thread calls it.
 
     window: tokens one request may hold. detokenizer: makes a fresh one for each request. eos_ids: end every
-    answer, unless the request says otherwise.
+    answer, unless the request says otherwise. sweep_len: tokens of a sweep, 0 for none; prompts with more than
+    tail_len tokens to read are swept. max_decode_gap: seconds between two tokens of an answer meanwhile. clock:
+    seconds.
     """
 
     def __init__(
@@ -43,6 +47,10 @@ class Engine:
         window: int,
         eos_ids: tuple[int, ...],
         detokenizer: Callable[[], Detokenizer],
+        sweep_len: int = 0,
+        tail_len: int = TAIL_LEN,
+        max_decode_gap: float = 0.25,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.store = store
@@ -54,7 +62,18 @@ class Engine:
             self._open,
             exact=runner.model.exact,
             model_window=runner.model.facts.context,
+            sweep_len=sweep_len,
+            num_layers=runner.model.facts.num_layers,
+            tail_len=tail_len,
         )
+        self.sweeper: SweepRunner | None = None
+        if sweep_len:
+            self.sweeper = SweepRunner(runner, store, self.scheduler.sweep_rows, clock=clock)
+        self.max_decode_gap = max_decode_gap
+        self._clock = clock
+        # Of the last step, unless a slice of a sweep came after it; of the slices whose speed has not been noted.
+        self._step_s = self._sweep_s = 0.0
+        self._noted_layers = 0
         self._eos_ids = eos_ids
         self._detokenizer = detokenizer
         self._step: Step | None = None
@@ -106,12 +125,17 @@ class Engine:
         """
         self._step, self._drawn = None, False
         self._step = step = self.scheduler.schedule()
-        began = time.perf_counter()
+        if step.sweep is not None:
+            events = self._run_slice(step, step.sweep)
+            self.write_behind()
+            return events
+        began = self._clock()
         logits = self._compute(step)
         tokens = sample(logits, [self._samplers[s.id] for s in step.sampled])
         self._drawn = True
+        self._step_s = self._clock() - began
         if self.store.lower is not None and step.prompt_len >= MEASURED_TOKENS:
-            self.store.lower.note_compute(step.prompt_len, time.perf_counter() - began)
+            self.store.lower.note_compute(step.prompt_len, self._step_s)
         self._complete(step)
         events = self._report(step, tokens)
         self.write_behind()
@@ -143,9 +167,9 @@ class Engine:
     def recover(self, error: PackhorseError) -> list[Event]:
         """After `step` raised: undo that step, and end with `error` whoever is at fault.
 
-        That is the request which the step computed alone. Of several nobody knows: each goes back to where
-        its state is known and is computed alone by the steps that follow, so that only those end that fail
-        alone. A step that failed after its tokens were drawn ends all its requests.
+        That is the request which the step computed alone, or whose unit of a sweep it was. Of several nobody knows:
+        each goes back to where its state is known and is computed alone by the steps that follow, so that only those
+        end that fail alone. A step that failed after its tokens were drawn ends all its requests.
 
         What ended requests held is free when this returns; the others go on. Raises `error` where the step
         did not come to be, for then nothing can go on.
@@ -154,6 +178,8 @@ class Engine:
         if step is None:
             raise error
         events = [self._fail(sequence, why) for sequence, why in step.refused if sequence.id in self._outputs]
+        if step.sweep is not None:
+            return events + ([self._fail(step.sweep.next_sequence, error)] if step.sweep.works else [])
         live = [work for work in step.spans if self.scheduler.find(work.sequence.id) is work.sequence]
         if self._drawn or len(live) == 1:
             return events + [self._fail(work.sequence, error) for work in live]
@@ -179,6 +205,9 @@ class Engine:
         sequence = self.scheduler.find(request_id)
         if sequence is None:
             return None
+        sweep = self.scheduler.sweep
+        if sweep is not None and self.sweeper is not None and sequence in sweep.sequences:
+            self.sweeper.keep(sweep, sequence)
         error = CancelledRequestError(f"Request {request_id!r} was cancelled.", request_id=request_id)
         return self._end(sequence, self._outputs[request_id].end(FinishReason.CANCELLED), error)
 
@@ -196,6 +225,34 @@ class Engine:
 
     def _compute(self, step: Step) -> Tensor:
         return self.runner.run(step, self.store.views(self.runner.spans(step)))
+
+    def _run_slice(self, step: Step, sweep: Sweep) -> list[Event]:
+        """Units of a sweep, until others have to go on; a sequence that has passed all layers is completed."""
+        assert self.sweeper is not None
+        events = [self._fail(sequence, error) for sequence, error in step.refused]
+        began = self._clock()
+        logits = self.sweeper.run(sweep, self.max_decode_gap - self._step_s)
+        passed, self._step_s = sweep.passed, 0.0
+        self._sweep_s += self._clock() - began
+        if passed is not None:
+            events.append(self._complete_swept(sweep, passed, logits))
+        if self.scheduler.sweep is None:
+            self._note_sweeps(self.sweeper)
+        return events + [self._event(sequence) for sequence in sweep.sequences]
+
+    def _complete_swept(self, sweep: Sweep, sequence: LiveSequence, logits: Tensor | None) -> Event:
+        works = sweep.works_of(sequence)
+        tokens = [] if logits is None else sample(logits[None], [self._samplers[sequence.id]])
+        for work in works:
+            self.store.complete([work], {work.slot: work.token_ids})
+        self.scheduler.leave_sweep(sequence)
+        return self._report_token(works[-1], tokens[0]) if tokens else self._event(sequence)
+
+    def _note_sweeps(self, sweeper: SweepRunner) -> None:
+        tokens = (sweeper.token_layers - self._noted_layers) // self.scheduler.num_layers
+        if self.store.lower is not None and tokens >= MEASURED_TOKENS:
+            self.store.lower.note_compute(tokens, self._sweep_s)
+        self._sweep_s, self._noted_layers = 0.0, sweeper.token_layers
 
     def _complete(self, step: Step) -> None:
         self.store.complete(step.spans, {span.slot: span.token_ids for span in step.spans})
@@ -247,8 +304,12 @@ class Engine:
             token_ids=piece.token_ids,
             text=piece.text,
             logprobs=piece.logprobs,
-            read_len=sequence.read_len,
+            read_len=sequence.read_len + self._swept_len(sequence),
             prompt_logprobs=scored,
             finish=piece.finish,
             error=error,
         )
+
+    def _swept_len(self, sequence: LiveSequence) -> int:
+        sweep = self.scheduler.sweep
+        return sweep.read_len(sequence) if sweep is not None and sequence in sweep.sequences else 0

@@ -48,11 +48,12 @@ class Runner:
         """
         if self.graphs is not None:
             return self._run_split(step, views, self.graphs)
-        ids, positions = self._inputs(step)
+        ids, positions = self.inputs(step.spans, step.num_rows)
         if self.model.exact:
             return self._run_buckets(step, views, ids, positions)
         x = self._layers(self.model.embed(ids), positions, views)
-        self._score(step.spans, x)
+        for work in step.spans:
+            self._score(work, 0, x[work.row : work.row + scored_len(work)])
         return self.model.head(x[list(step.sample_rows)])
 
     def _run_split(self, step: Step, views: Sequence[KVView], graphs: StepGraphs) -> Tensor:
@@ -71,10 +72,11 @@ class Runner:
             start = chunks[0].row
             moved = [replace(work, row=work.row - start) for work in chunks]
             num_rows = moved[-1].row + moved[-1].length
-            ids, positions = self._inputs(Step(tuple(moved), num_rows))
+            ids, positions = self.inputs(moved, num_rows)
             kept = [PartView(view, {m.row: w for m, w in zip(moved, chunks, strict=True)}) for view in views]
             x = self._layers(self.model.embed(ids), positions, kept)
-            self._score(moved, x)
+            for work in moved:
+                self._score(work, 0, x[work.row : work.row + scored_len(work)])
             ends = [work for work in moved if work.samples]
             if ends:
                 rows = self.model.head(x[[work.last_row for work in ends]])
@@ -82,17 +84,32 @@ class Runner:
         found = [logits[work.row] for work in step.spans if work.samples]
         return torch.stack(found) if found else torch.empty(0, self.model.facts.vocab_size)
 
-    def _score(self, spans: Sequence[Work], x: Tensor) -> None:
-        for work in spans:
-            for start in range(0, scored_len(work), SCORED_ROWS):
-                stop = min(start + SCORED_ROWS, scored_len(work))
-                score_prompt(work, start, self.model.head(x[work.row + start : work.row + stop]))
+    def read_out(self, work: Work, part: Span, x: Tensor, row: int) -> Tensor | None:
+        """What is wanted of `part` of a work, whose rows of the last layer's x are those from `row` on: prompt
+        tokens are scored, and where it is the end of a work that samples its logits [V] are returned."""
+        start = part.position - work.position
+        scored = max(0, min(part.length, scored_len(work) - start))
+        last = row + part.length - 1 if work.samples and part.end == work.end else None
+        if not self.model.exact:
+            self._score(work, start, x[row : row + scored])
+            return None if last is None else self.model.head(x[last : last + 1])[0]
+        if not scored and last is None:
+            return None
+        logits = self.model.head(x)  # of the whole bucket: its shape is always the same
+        if scored:
+            score_prompt(work, start, logits[row : row + scored])
+        return None if last is None else logits[last]
 
-    def _inputs(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Token ids and positions [num_rows]; padding rows hold token 0 at position 0."""
-        ids = torch.zeros(step.num_rows, dtype=torch.int64)
-        positions = torch.zeros(step.num_rows, dtype=torch.int64)
-        for span in step.spans:
+    def _score(self, work: Work, start: int, x: Tensor) -> None:
+        """x: the last layer's rows start, start + 1, ... of the work."""
+        for at in range(0, len(x), SCORED_ROWS):
+            score_prompt(work, start + at, self.model.head(x[at : at + SCORED_ROWS]))
+
+    def inputs(self, spans: Sequence[Work], num_rows: int) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [num_rows] of spans; padding rows hold token 0 at position 0."""
+        ids = torch.zeros(num_rows, dtype=torch.int64)
+        positions = torch.zeros(num_rows, dtype=torch.int64)
+        for span in spans:
             rows = slice(span.row, span.row + span.length)
             ids[rows] = torch.tensor(span.token_ids)
             positions[rows] = torch.arange(span.position, span.end)
@@ -105,7 +122,6 @@ class Runner:
 
     def _run_buckets(self, step: Step, views: Sequence[KVView], ids: Tensor, positions: Tensor) -> Tensor:
         """Exact mode: each bucket of rows is a pass of its own, in row order."""
-        wanted = set(step.sample_rows)
         logits = []
         for work, part in [(w, part) for w in step.spans for part in buckets(w)]:
             first = part.row - part.row % EXACT_ROWS
@@ -113,16 +129,9 @@ class Runner:
             local = Span(part.slot, part.row - first, part.position, part.length)
             bucket_views = [PartView(view, {local.row: part}, (local,)) for view in views]
             x = self._layers(self.model.embed(ids[rows]), positions[rows], bucket_views)
-            last = part.row + part.length - 1
-            start = part.row - work.row
-            scored = min(part.length, scored_len(work) - start)
-            if last not in wanted and scored <= 0:
-                continue
-            head = self.model.head(x)
-            if scored > 0:
-                score_prompt(work, start, head[local.row : local.row + scored])
-            if last in wanted:
-                logits.append(head[last - first])
+            found = self.read_out(work, part, x, local.row)
+            if found is not None:
+                logits.append(found)
         return torch.stack(logits) if logits else torch.empty(0, self.model.facts.vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes: decode tokens, prompt chunks, and who is let in. Pure Python.
+"""Which tokens the next step computes: decode tokens, prompt chunks, sweeps, and who is let in. Pure Python.
 
     add -> [waiting, first in first out] -> admit -> [running, oldest first] -> remove
                                                       reading -> decoding
@@ -8,6 +8,8 @@ Rules, in the order that settles arguments:
 1. Every decoding sequence has one token in every step.
 2. The oldest reading sequence has a chunk in every step. Younger ones share what is left of `chunk_len`
    prompt tokens a step, where their whole next chunk fits into it: a chunk is never cut for the budget.
+   With sweeps, prompts with more than `tail_len` tokens to read have no chunks: the oldest fill a sweep, slices
+   of which alternate with the steps of the others (docs/sweep.md).
 3. Where a chunk ends depends on the prompt alone: at the next absolute multiple of `chunk_len`, at the
    handle's next boundary (a snapshot is wanted there), or at the prompt's end, whichever is first.
 4. The head of the queue is admitted when it fits; nobody overtakes it.
@@ -27,13 +29,16 @@ from packhorse.core.errors import InvalidRequestError, PackhorseError, PromptToo
 from packhorse.core.types import EXACT_ROWS, Request, Span, TokenLogprob, Usage
 from packhorse.core.units import round_up
 
+TAIL_LEN = 2048
+"""Prompt tokens that are read chunk by chunk though longer prompts are swept."""
+
 
 class Handle(Protocol):
     """What the scheduler reads of the store's handle of an admitted sequence; it changes nothing.
 
     slot: the sequence's place in the store. cached_len: prompt tokens that were reused, below the prompt's
-    length. position: tokens stored so far; completing a step advances it. next_boundary: the next position
-    after `position` at which reading must pause for a snapshot, None where there is none.
+    length. position: tokens stored so far; completing a step advances it. boundary_after: the next position
+    after one at which a chunk must end for a snapshot, None where there is none.
     """
 
     @property
@@ -42,8 +47,7 @@ class Handle(Protocol):
     def cached_len(self) -> int: ...
     @property
     def position(self) -> int: ...
-    @property
-    def next_boundary(self) -> int | None: ...
+    def boundary_after(self, position: int) -> int | None: ...
 
 
 class SequenceState(StrEnum):
@@ -134,18 +138,87 @@ class Work(Span):
         return self.row + self.length - 1
 
 
+@dataclass(eq=False)
+class Sweep:
+    """Prompt tokens that pass the layers together: each unit is one sub-chunk under one layer.
+
+    works: the sub-chunks, those of one sequence side by side, their rows those of the sweep. layer, index: the
+    next unit is works[index] under that layer; only in the last layer `index` may be behind the last work.
+    """
+
+    works: list[Work]
+    num_layers: int
+    layer: int = 0
+    index: int = 0
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Whose tokens it reads, in the order of their works."""
+        return tuple(dict.fromkeys(work.sequence for work in self.works))
+
+    @property
+    def next_sequence(self) -> Sequence:
+        """Whose unit is next, or whose works have just passed the last layer."""
+        return self.passed or self.works[self.index].sequence
+
+    @property
+    def passed(self) -> Sequence | None:
+        """The sequence all of whose works have passed the last layer; it is to be removed."""
+        if self.layer < self.num_layers - 1 or not self.index:
+            return None
+        first = self.works[0].sequence
+        more = self.index < len(self.works) and self.works[self.index].sequence is first
+        return None if more else first
+
+    def works_of(self, sequence: Sequence) -> list[Work]:
+        """The sequence's sub-chunks, in order."""
+        return [work for work in self.works if work.sequence is sequence]
+
+    def num_passed(self, sequence: Sequence) -> int:
+        """How many of the sequence's works have passed the layer that the sweep is at."""
+        return sum(work.sequence is sequence for work in self.works[: self.index])
+
+    def read_len(self, sequence: Sequence) -> int:
+        """What has been done of the sequence's tokens: tokens times layers, in tokens that pass all layers."""
+        works = self.works_of(sequence)
+        here = sum(work.length for work in works[: self.num_passed(sequence)])
+        return (self.layer * sum(work.length for work in works) + here) // self.num_layers
+
+    def advance(self) -> None:
+        """The next unit has been computed."""
+        self.index += 1
+        self._carry()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence's works out."""
+        self.index -= self.num_passed(sequence)
+        self.works = [work for work in self.works if work.sequence is not sequence]
+        self._carry()
+
+    def resume(self, count: int, layer: int, index: int) -> None:
+        """Go on at that unit with the first `count` works, which are of one sequence."""
+        self.works = self.works[:count]
+        self.layer, self.index = layer, index
+
+    def _carry(self) -> None:
+        if self.works and self.index == len(self.works) and self.layer < self.num_layers - 1:
+            self.layer, self.index = self.layer + 1, 0
+
+
 @dataclass(frozen=True)
 class Step:
     """What one call of the engine computes.
 
     spans: decode tokens, then prompt chunks, in row order; at most one for a sequence. num_rows: rows of the
     step's activations; rows outside every span are padding, and there are some in exact mode only.
-    refused: sequences that turned out never to fit, with the reason; they have left the scheduler.
+    refused: sequences that turned out never to fit, with the reason; they have left the scheduler. sweep: there
+    are no spans, and a slice of this is computed.
     """
 
     spans: tuple[Work, ...]
     num_rows: int
     refused: tuple[tuple[Sequence, PackhorseError], ...] = ()
+    sweep: Sweep | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -171,9 +244,11 @@ class Scheduler:
     window, the context asked for and what the store can hold of one sequence. admit: opens a request in the
     store; returns its handle, or None where it has to wait for others to end, or raises a PackhorseError
     (DoesNotFitError) where waiting would not help. exact: rows are padded to buckets of EXACT_ROWS.
-    model_window: the model's own window, which refusals name where it is larger.
+    model_window: the model's own window, which refusals name where it is larger. sweep_len: tokens of a sweep, 0
+    for none, else at least chunk_len; under num_layers layers. tail_len: prompts with more tokens to read are
+    swept.
 
-    Attributes `waiting` and `running` are for reading.
+    Attributes `waiting`, `running` and `sweep`, the one in progress, are for reading.
     """
 
     def __init__(
@@ -185,7 +260,11 @@ class Scheduler:
         *,
         exact: bool = False,
         model_window: int = 0,
+        sweep_len: int = 0,
+        num_layers: int = 1,
+        tail_len: int = TAIL_LEN,
     ) -> None:
+        assert not sweep_len or sweep_len >= chunk_len
         self.sequences = sequences
         self.chunk_len = chunk_len
         self.window = window
@@ -194,6 +273,13 @@ class Scheduler:
         self._or_raise = larger if model_window > window else "."
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.sweep: Sweep | None = None
+        self.sweep_len = sweep_len
+        # Of each sub-chunk exact mode pads the first and the last bucket.
+        self.sweep_rows = sweep_len + 2 * EXACT_ROWS if sweep_len and exact else sweep_len
+        self.num_layers = num_layers
+        self._tail_len = tail_len
+        self._sweep_turn = False
         self._admit = admit
         self._live: dict[str, Sequence] = {}
         self._alone: list[tuple[Sequence, int]] = []
@@ -237,6 +323,7 @@ class Scheduler:
             return None
         self._head_waits = False
         self._alone = [entry for entry in self._alone if entry[0] is not sequence]
+        self.leave_sweep(sequence)
         if sequence.handle is None:
             self.waiting.remove(sequence)
         else:
@@ -247,21 +334,35 @@ class Scheduler:
         """Compute these sequences alone, one after the other, each until it is past the end of its work."""
         self._alone = [(work.sequence, work.end) for work in works]
 
+    def leave_sweep(self, sequence: Sequence) -> None:
+        """Take a sequence out of the sweep, if it is in one: it has passed all layers, or has ended."""
+        if self.sweep is not None:
+            self.sweep.remove(sequence)
+            if not self.sweep.works:
+                self.sweep = None
+
     def schedule(self) -> Step:
         """Let in whoever fits, and choose the tokens of the next step."""
         self._alone = [entry for entry in self._alone if entry[0].position < entry[1]]
         if self._alone:
             return self.place(self._alone[0][0])
         refused = self._let_in()
-        return self.place(*self._decodes(), *self._chunks(), refused=refused)
+        if self.sweep is None:
+            self.sweep = self._next_sweep()
+        others = [*self._decodes(), *self._chunks()]
+        if self.sweep is not None and (self._sweep_turn or not others):
+            self._sweep_turn = False
+            return Step((), 0, tuple(refused), self.sweep)
+        self._sweep_turn = True
+        return self.place(*others, refused=refused)
 
     def place(self, *sequences: Sequence, refused: Iterable[tuple[Sequence, PackhorseError]] = ()) -> Step:
         """A step of the next token or chunk of each of these."""
         spans: list[Work] = []
         num_rows = 0
         for sequence in sequences:
-            spans.append(self._place(sequence, num_rows))
-            num_rows = self._bucket_end(spans[-1].row + spans[-1].length)
+            spans.append(self._place(sequence, sequence.position, num_rows))
+            num_rows = self._bucket_end(spans[-1].last_row + 1)
         return Step(tuple(spans), num_rows, tuple(refused))
 
     def check(self, request: Request) -> None:
@@ -330,23 +431,43 @@ class Scheduler:
         chunks: list[Sequence] = []
         budget = self.chunk_len
         for sequence in self.running:
-            if sequence.state is SequenceState.READING:
-                length = self._chunk_end(sequence) - sequence.position
+            if sequence.state is SequenceState.READING and not self._is_swept(sequence):
+                length = self._chunk_end(sequence, sequence.position) - sequence.position
                 if length <= budget:
                     chunks.append(sequence)
                     budget -= length
         return chunks
 
-    def _chunk_end(self, sequence: Sequence) -> int:
-        assert sequence.position < sequence.known_len, f"{sequence.id} lacks the token it sampled"
-        end = min(round_up(sequence.position + 1, self.chunk_len), sequence.known_len)
-        boundary = sequence.handle.next_boundary if sequence.handle else None
+    def _is_swept(self, sequence: Sequence) -> bool:
+        """Whether what the sequence reads is in a sweep, or waits for the next one."""
+        long = sequence.prompt_len - sequence.position > self._tail_len
+        return bool(self.sweep_len) and long and not sequence.generated
+
+    def _next_sweep(self) -> Sweep | None:
+        """As many sub-chunks of the oldest long prompts as have room."""
+        works: list[Work] = []
+        num_rows = 0
+        for sequence in filter(self._is_swept, self.running):
+            position = sequence.position
+            while position < sequence.prompt_len:
+                work = self._place(sequence, position, num_rows)
+                end = self._bucket_end(work.last_row + 1)
+                if end > self.sweep_rows:
+                    return Sweep(works, self.num_layers)
+                works.append(work)
+                position, num_rows = work.end, end
+        return Sweep(works, self.num_layers) if works else None
+
+    def _chunk_end(self, sequence: Sequence, position: int) -> int:
+        assert position < sequence.known_len, f"{sequence.id} lacks the token it sampled"
+        end = min(round_up(position + 1, self.chunk_len), sequence.known_len)
+        boundary = sequence.handle.boundary_after(position) if sequence.handle else None
         return end if boundary is None else min(end, boundary)
 
-    def _place(self, sequence: Sequence, free_row: int) -> Work:
-        """The span of the sequence's next token or chunk, in rows from `free_row` on."""
+    def _place(self, sequence: Sequence, position: int, free_row: int) -> Work:
+        """The span of the sequence's token or chunk at `position`, in rows from `free_row` on."""
         assert sequence.handle is not None
-        position, end = sequence.handle.position, self._chunk_end(sequence)
+        end = self._chunk_end(sequence, position)
         row = free_row + position % EXACT_ROWS if self.exact else free_row
         samples = end == sequence.known_len
         return Work(sequence.handle.slot, row, position, end - position, sequence, samples)

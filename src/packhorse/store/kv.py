@@ -22,14 +22,16 @@ from packhorse.core.types import Span
 from packhorse.core.units import ceil_div
 from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
 from packhorse.quant.codec import CodecPages, Fp8Pages
+from packhorse.store import resume
 from packhorse.store.durable import DurableStore
 from packhorse.store.evict import LeafQueue, thinnable
 from packhorse.store.lower import MIN_TOKENS, KeepJob, LowerTiers
 from packhorse.store.pages import PageAllocator, consecutive_runs
 from packhorse.store.prefix import Entry, PrefixMatch, PrefixTree, encode_tokens
+from packhorse.store.resume import Resumable
 from packhorse.store.snapshots import StateSlots, WantedSnapshot, wanted_positions
 from packhorse.store.tier import ComputeTier, StoreGeometry
-from packhorse.store.transfer import copy_state, zero_state
+from packhorse.store.transfer import copy_layer_state, copy_state, zero_state
 
 SEGMENT_LEN = 8192
 """Tokens of a KV segment at most: attention's workspace grows with it, the number of merges falls."""
@@ -88,11 +90,13 @@ class _Fragment:
 
 @dataclass(eq=False)
 class StoredSequence:
-    """An open sequence: the engine reads `slot`, `cached_len`, `position`, `token_ids` and `next_boundary`.
+    """An open sequence: the engine reads `slot`, `cached_len`, `position`, `token_ids` and `boundary_after`.
 
     slot: active state slot, 0 .. sequences. cached_len: tokens of the prompt that were already stored.
     position: tokens stored so far. token_ids: the prompt and every token completed since. keep: later prompts
-    may find what it has read. label: a name for people of what lies on disk.
+    may find what it has read. label: a name for people of what lies on disk. swept: where its sweep ends, whose
+    state the active one is when the sweep is over; 0 outside of one. collected: by position, the slots of
+    snapshots that the layers of the sweep fill one after the other.
     """
 
     slot: int
@@ -112,12 +116,18 @@ class StoredSequence:
     rolling: int | None = None
     rolling_position: int = 0
     in_step: bool = False
+    swept: int = 0
+    collected: dict[int, int] = field(default_factory=dict)
     is_open: bool = True
 
     @property
     def next_boundary(self) -> int | None:
         """The next position that is to be snapshot: no step may go across it. None: no such position."""
         return self.wanted[0].position if self.wanted else None
+
+    def boundary_after(self, position: int) -> int | None:
+        """The next such position after one."""
+        return next((snap.position for snap in self.wanted if snap.position > position), None)
 
 
 class KVStore:
@@ -373,6 +383,52 @@ class KVStore:
             for i in layers
         ]
 
+    def begin_sweep(self, spans: Sequence[Span]) -> list[KVView]:
+        """`views` of spans that pass one layer after the other, whose ends may lie beyond `next_boundary`.
+
+        Takes slots for the snapshots that are wanted at ends of spans: `collect` fills them. When all layers have
+        passed a sequence, its spans are completed one by one, each up to such an end.
+        """
+        views = self.views(spans)
+        wanted: list[tuple[StoredSequence, WantedSnapshot]] = []
+        for slot, end in {span.slot: span.end for span in spans}.items():
+            sequence = self._open[slot]
+            sequence.swept = end
+            wanted += [(sequence, snap) for snap in sequence.wanted if snap.position <= end]
+        # Those of the grid last, and nothing but the grid makes room for them.
+        for sequence, snap in sorted(wanted, key=lambda pair: (not pair[1].marked, -pair[1].position)):
+            if self._slots.entry_available or self._reclaim_snapshot(grid_only=not snap.marked):
+                sequence.collected[snap.position] = self._slots.take_entry()
+        return views
+
+    def collect(self, layer: int, span: Span) -> None:
+        """A layer has passed a span of a sweep: keep its state there, if a snapshot is."""
+        slot = self._open[span.slot].collected.get(span.end)
+        if slot is not None and layer not in self._bound:
+            copy_layer_state(self._tier, span.slot, slot, self.geometry.state_part(layer))
+
+    def keep_sweep(
+        self, sequence: StoredSequence, ends: Sequence[int], at: tuple[int, int], hidden: Tensor
+    ) -> None:
+        """A sequence is to be closed in the middle of a sweep: keep in host memory what has been done of it. See
+        store.resume.save."""
+        if self.lower is not None and sequence.keep and self.lower.ram.capacity:
+            kept = resume.save(self._tier, self.lower.ram, sequence, ends, at, hidden)
+            self.lower.counters["kept_sweeps" if kept else "skipped_sweeps"] += 1
+
+    def find_sweep(self, sequence: StoredSequence, ends: Sequence[int]) -> Resumable | None:
+        """What a cancelled sweep had done of a sequence that is about to be swept. See store.resume.find."""
+        if self.lower is None or not sequence.keep:
+            return None
+        return resume.find(self.geometry, self.lower.ram, sequence, ends)
+
+    def resume_sweep(self, sequence: StoredSequence, found: Resumable, hidden: Tensor) -> None:
+        """Bring that back, after `begin_sweep`. hidden: takes the residuals of the sequence's rows."""
+        assert self.lower is not None
+        for position in resume.load(self._tier, found, sequence, sequence.swept, hidden):
+            self._free_slot(sequence.collected.pop(position))
+        self.lower.counters["resumed_sweeps"] += 1
+
     def complete(self, spans: Sequence[Span], token_ids: Mapping[int, Sequence[int]]) -> None:
         """A step has passed all layers: its tokens are stored, and boundaries it reached are kept.
 
@@ -389,14 +445,14 @@ class KVStore:
             sequence.token_ids += new[known:]
             sequence.encoded += encode_tokens(new[known:])
             sequence.position = end
-            sequence.in_step = False
-            if not sequence.keep:
-                continue
-            if self.geometry.is_hybrid:
+            sequence.in_step = end < sequence.swept
+            if sequence.keep and self.geometry.is_hybrid:
                 self._keep_snapshots(sequence)
-            else:
+            elif sequence.keep:
                 for stop in range(sequence.tip.stop + self.page_len, end + 1, self.page_len):
                     self._keep(sequence, stop, marked=False)
+            if not sequence.in_step:
+                self._end_sweep(sequence)
 
     def rewind(self, sequence: StoredSequence) -> None:
         """After a failed step: go back to the last position whose recurrent state is kept, `position` then.
@@ -436,6 +492,7 @@ class KVStore:
         if sequence.rolling is not None:
             self._slots.free_rolling(sequence.rolling)
             self._poison_state(sequence.rolling)
+        self._end_sweep(sequence)
         self._slots.free_active(sequence.slot)
         self._poison_state(sequence.slot)
         del self._open[sequence.slot]
@@ -540,10 +597,12 @@ class KVStore:
             sequence.tip.marked |= marked
             return
         snapshot = None
-        if self.geometry.is_hybrid:
-            if not self._slots.entry_available and not self._reclaim_snapshot():
+        if self.geometry.is_hybrid and stop not in sequence.collected:
+            gone = stop < sequence.swept
+            if gone or not (self._slots.entry_available or self._reclaim_snapshot()):
                 self._counters.skipped_snapshots += 1
                 return
+        if self.geometry.is_hybrid:
             snapshot = self._take_snapshot(sequence, stop)
         first = sequence.tip.stop // self.page_len
         inserted = self._tree.insert(
@@ -564,7 +623,9 @@ class KVStore:
         sequence.tip = tip
 
     def _take_snapshot(self, sequence: StoredSequence, position: int) -> int:
-        """A state slot for an entry, with the sequence's state at `position`: its own or the rolling one."""
+        """A state slot for an entry, with the sequence's state at `position`: collected, rolling or its own."""
+        if position in sequence.collected:
+            return sequence.collected.pop(position)
         if sequence.rolling is not None and sequence.rolling_position == position:
             slot, sequence.rolling = self._slots.promote(sequence.rolling), None
             return slot
@@ -573,11 +634,14 @@ class KVStore:
         copy_state(self._tier, sequence.slot, self._tier, slot)
         return slot
 
-    def _reclaim_snapshot(self) -> bool:
-        """Free one snapshot slot: that of a grid position in a chain, else an old leaf's, else a mark's."""
+    def _reclaim_snapshot(self, *, grid_only: bool = False) -> bool:
+        """Free one snapshot slot: that of a grid position in a chain, else, unless `grid_only`, of one in a sweep,
+        else an old leaf's, else a mark's."""
         thin = thinnable(self._tree, marked=False)
         if thin is None:
-            if self._evict_leaf():
+            if grid_only:
+                return False
+            if self._give_up_collected() or self._evict_leaf():
                 return True
             thin = thinnable(self._tree, marked=True)
         if thin is None:
@@ -586,6 +650,20 @@ class KVStore:
         self._counters.thinned_entries += 1
         self._free_snapshot(thin)
         return True
+
+    def _give_up_collected(self) -> bool:
+        for sequence in self._open.values():
+            for snap in sequence.wanted:
+                if not snap.marked and snap.position in sequence.collected:
+                    self._free_slot(sequence.collected.pop(snap.position))
+                    return True
+        return False
+
+    def _end_sweep(self, sequence: StoredSequence) -> None:
+        for slot in sequence.collected.values():
+            self._free_slot(slot)
+        sequence.collected.clear()
+        sequence.swept = 0
 
     def _evict_leaf(self) -> bool:
         leaf = self._leaves.pop()
@@ -616,8 +694,11 @@ class KVStore:
 
     def _free_snapshot(self, entry: Entry) -> None:
         if entry.snapshot is not None:
-            self._slots.free_entry(entry.snapshot)
-            self._poison_state(entry.snapshot)
+            self._free_slot(entry.snapshot)
+
+    def _free_slot(self, slot: int) -> None:
+        self._slots.free_entry(slot)
+        self._poison_state(slot)
 
     def _release(self, page_ids: Iterable[int]) -> None:
         freed = self._pages.release(page_ids)

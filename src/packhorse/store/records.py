@@ -3,6 +3,7 @@
     byte 0                    4,096 x n
     | length | JSON, spaces | layers.0 | layers.1 | ... | token_ids |      pages of a token range
     | length | JSON, spaces | state |                                      all recurrent state at a position
+    | length | JSON, spaces | progress | hidden | layers.3 | ... | state | ...   a cancelled sweep, in RAM alone
 
 An image is a safetensors file, and the same bytes in RAM. Chain values (`store/prefix.py`) say which tokens
 stand before it, the token ids which it holds; a reader compares both.
@@ -37,6 +38,7 @@ class Kind(StrEnum):
 
     PAGES = "pages"
     STATE = "state"
+    SWEEP = "sweep"
 
 
 class UnreadableError(Exception):
@@ -49,7 +51,8 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Pages of the tokens [start, stop) of one chain, or the state at `stop` (start == stop).
+    """Pages of the tokens [start, stop) of one chain, or the state at `stop` (start == stop), or what a cancelled
+    sweep had done of them (store/resume.py).
 
     parent, key: chain values at start and stop. tokens: encoded ids of the range. num_bytes: of the image.
     """
@@ -233,9 +236,13 @@ class RamRecords:
         self.used += self._cost(record.num_bytes)
         if record.kind is Kind.PAGES:
             self._by_parent.setdefault(record.parent, {})[record.key] = record
-        else:
+        elif record.kind is Kind.STATE:
             self._states[record.key] = record
         return True
+
+    def sweep(self, key: bytes) -> Image | None:
+        """What a cancelled sweep had done that began at this chain value."""
+        return self._images.get((Kind.SWEEP, key, key))
 
     def drop(self, record: Record) -> None:
         """Forget the image that is held of a record."""
@@ -243,6 +250,7 @@ class RamRecords:
         self.used -= self._cost(record.num_bytes)
         if record.kind is Kind.STATE:
             del self._states[record.key]
+        if record.kind is not Kind.PAGES:
             return
         siblings = self._by_parent[record.parent]
         del siblings[record.key]

@@ -84,6 +84,12 @@ class StoreGeometry:
         """The whole recurrent state of one sequence at one position: what a snapshot takes."""
         return len(self.linear_layers) * (self.conv_bytes + self.recurrent_bytes) if self.is_hybrid else 0
 
+    def state_part(self, layer: int) -> slice:
+        """The bytes of a linear layer's part of a state."""
+        size = self.conv_bytes + self.recurrent_bytes
+        at = self.linear_layers.index(layer) * size
+        return slice(at, at + size)
+
     @property
     def pending_values(self) -> int:
         """P: what exact mode holds back of a token in a layer: q, k, v after the convolution, gate, beta."""

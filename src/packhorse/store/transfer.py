@@ -23,49 +23,73 @@ def copy_state(source: Tier, source_slot: int, target: Tier, target_slot: int) -
     target.state_record(target_slot).copy_(source.state_record(source_slot))
 
 
+def copy_layer_state(tier: Tier, source_slot: int, target_slot: int, part: slice) -> None:
+    """Copy one layer's part of a state (`StoreGeometry.state_part`) from one slot to another."""
+    tier.state_record(target_slot)[part].copy_(tier.state_record(source_slot)[part])
+
+
 def zero_state(tier: Tier, slot: int) -> None:
     """Make a slot the state before the first token."""
     tier.state_record(slot).zero_()
 
 
-def pages_shapes(geometry: StoreGeometry, count: int) -> dict[str, tuple[int, ...]]:
-    """The parts of an image of `count` pages: a run of pages for each full-attention layer."""
-    return {_name(layer): (count, geometry.codec.page_bytes) for layer in geometry.full_layers}
+def pages_shapes(
+    geometry: StoreGeometry, count: int, layers: Sequence[int] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The parts of an image of `count` pages: a run of pages for each full-attention layer, or each of `layers`."""
+    layers = geometry.full_layers if layers is None else layers
+    return {_name(layer): (count, geometry.codec.page_bytes) for layer in layers}
 
 
-def state_shapes(geometry: StoreGeometry) -> dict[str, tuple[int, ...]]:
+def state_shapes(geometry: StoreGeometry, name: str = STATE) -> dict[str, tuple[int, ...]]:
     """The part of an image of a state."""
-    return {STATE: (geometry.state_bytes,)}
+    return {name: (geometry.state_bytes,)}
 
 
 def save_pages(tier: ComputeTier, page_ids: Sequence[int], image: Image) -> None:
     """Copy pages into an image made with `pages_shapes`."""
-    for layer in tier.geometry.full_layers:
+    for layer in _layers(image, tier):
         place = _bytes(image, _name(layer)).view(len(page_ids), -1)
         place.copy_(tier.pages(layer)[_index(page_ids)])
 
 
 def load_pages(image: Image, first: int, tier: ComputeTier, page_ids: Sequence[int]) -> None:
-    """Copy the image's pages from its `first` on into these pages."""
-    for layer in tier.geometry.full_layers:
+    """Copy the image's pages from its `first` on into these pages, of the layers that it has."""
+    for layer in _layers(image, tier):
         pages = _bytes(image, _name(layer)).view(-1, tier.geometry.codec.page_bytes)
         tier.pages(layer)[_index(page_ids)] = pages[first : first + len(page_ids)].to(tier.device)
 
 
-def save_state(tier: Tier, slot: int, image: Image) -> None:
+def save_state(tier: Tier, slot: int, image: Image, name: str = STATE) -> None:
     """Copy a state into an image made with `state_shapes`."""
-    _bytes(image, STATE).copy_(tier.state_record(slot))
+    _bytes(image, name).copy_(tier.state_record(slot))
 
 
-def load_state(image: Image, tier: Tier, slot: int) -> None:
-    """Copy an image's state into a slot."""
-    tier.state_record(slot).copy_(_bytes(image, STATE))
+def load_state(image: Image, tier: Tier, slot: int, name: str = STATE, part: slice = slice(None)) -> None:
+    """Copy an image's state into a slot, or one layer's part of it."""
+    tier.state_record(slot)[part].copy_(_bytes(image, name)[part])
+
+
+def save_tensor(source: Tensor, image: Image, name: str) -> None:
+    """Copy a contiguous tensor into a part of an image of as many bytes."""
+    _bytes(image, name).copy_(source.view(torch.uint8).flatten())
+
+
+def load_tensor(image: Image, name: str, target: Tensor) -> None:
+    """Fill a contiguous tensor with the first bytes of a part of an image."""
+    place = target.view(torch.uint8).flatten()
+    place.copy_(_bytes(image, name)[: len(place)])
 
 
 def fits(image: Image, shapes: dict[str, tuple[int, ...]]) -> bool:
     """Whether an image has these parts, of these sizes."""
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     return all(len(image.parts.get(name, b"")) == size for name, size in sizes.items())
+
+
+def _layers(image: Image, tier: ComputeTier) -> list[int]:
+    """The full-attention layers whose pages an image has."""
+    return [layer for layer in tier.geometry.full_layers if _name(layer) in image.parts]
 
 
 def _bytes(image: Image, name: str) -> Tensor:
