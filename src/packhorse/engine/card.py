@@ -22,7 +22,7 @@ class CardMemory:
     """
 
     def __init__(self, device: str, cap: int | None) -> None:
-        self.device = torch.device(device)
+        self.device = torch.device("cuda", torch.device(device).index or 0)
         free, self.total = torch.cuda.mem_get_info(self.device)
         context = self.used_bytes()
         there = free + context
