@@ -94,7 +94,8 @@ def measure(
     Raises what loading raises, DoesNotFitError for contexts that do not fit among it.
     """
     ceilings = measure_ceilings(facts, config)
-    say("ceilings, GB/s: " + ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in ceilings.items()))
+    rates = [f"{name} {rate / 1e9:.2f}" for name, rate in ceilings.items() if name != "products"]
+    say(f"ceilings: {', '.join(rates)} GB/s, products {ceilings['products'] / 1e12:.3g} TFLOP/s")
     loads = []
     for vram in settings.vram:
         loads.append(_measure_load(facts, _config(facts, config, settings, vram), settings, ceilings, say))
