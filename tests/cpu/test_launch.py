@@ -1,10 +1,14 @@
 """Which code a card gets, and which it is refused, without a card."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from cuda.bindings import driver
 
-from packhorse.core.errors import DriverTooOldError, UnsupportedCardError
+from packhorse.cli import main as cli
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import DriverTooOldError, UnsupportedCardError, UsageError
 from packhorse.kernels.cuda import launch
 from packhorse.kernels.cuda.nvrtc import Target, known_archs
 
@@ -72,3 +76,28 @@ def test_ptx_newer_than_the_driver_names_both(machine):
     ):
         launch.use_arch(75)
     assert launch.target_of(0) == Target(90)
+
+
+def test_commands_that_load_refuse_what_the_driver_cannot_read(machine, monkeypatch, capsys):
+    """Before anything is loaded, naming both versions; with a driver that is new enough the card stands in."""
+    folder = Path(__file__).parents[2] / "assets" / "recall-dense"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for command in (["ask", str(folder), "x"], ["verify", "ladder", str(folder)]):
+        machine(version=12090)
+        assert cli.run([*command, "--device", "cuda", "--as-arch", "75"]) == 1
+        assert "made for CUDA 12.9" in (said := capsys.readouterr().err) and "NVRTC 13." in said
+        assert launch.target_of(0) == Target(90)
+        machine()
+        assert cli.run([*command, "--device", "cuda", "--as-arch", "75", "--dtype", "bf16"]) != 0
+        assert "compute capability 7.5; bf16 needs 8.0" in capsys.readouterr().err
+        assert launch.target_of(0) == Target(75, ptx=True)
+        launch.use_arch(None)
+
+
+def test_a_card_that_cannot_stand_in_is_refused():
+    with pytest.raises(UsageError, match="as_arch is 80"):
+        EngineConfig(device="cuda", as_arch=80)
+    with pytest.raises(UsageError, match="the device is cpu") as error:
+        EngineConfig(as_arch=75)
+    assert "--device cuda" in error.value.hint

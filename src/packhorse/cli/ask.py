@@ -72,6 +72,7 @@ def command(
     kv: asking.KvOption = EngineConfig.kv,
     weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
+    as_arch: asking.AsArchOption = None,
     exact: asking.ExactOption = False,
     store: StoreOption = None,
     disk: DiskOption = None,
@@ -90,7 +91,7 @@ def command(
     )
     config = EngineConfig(
         context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, exact=exact,
-        threads=threads, **store_fields(store, disk, ram),
+        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram),
     )  # fmt: skip
     if raw and system is not None:
         raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")

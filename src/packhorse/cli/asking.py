@@ -96,6 +96,12 @@ WeightsOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.", show_default=True)]
+AsArchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--as-arch", metavar="75", help="Treat the card as a Turing one (7.5), to try what such a card does."
+    ),
+]
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Reuse and chunking change no bit; fp32, slower.", show_default=False)
 ]

@@ -74,9 +74,9 @@ def command(
     sequences: offline.Sequences = "1", decode: offline.Decode = 64,
     warmup: offline.Warmup = 8, vram: offline.Vram = None,
     kv: offline.Kv = "auto", dtype: offline.Dtype = "auto", weights: offline.Weights = "auto",
-    device: offline.Device = "cpu", threads: offline.Threads = None, fill_kv: offline.FillKv = False,
-    own_tokens: offline.OwnTokens = False, history: offline.History = None, seed: Seed = Load.seed,
-    report: Report = None, json: JsonOption = False,
+    device: offline.Device = "cpu", as_arch: offline.AsArch = None,
+    threads: offline.Threads = None, fill_kv: offline.FillKv = False, own_tokens: offline.OwnTokens = False,
+    history: offline.History = None, seed: Seed = Load.seed, report: Report = None, json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Exit code 1 where a request failed: the figures are printed all the same."""
     if what is not What.COMPARE and after is not None:
@@ -89,7 +89,8 @@ def command(
         offline.run_offline(
             target, contexts=contexts, sequences=sequences, vram=vram, history_folder=history, report=report, json=json,
             settings={"decode": decode, "warmup": warmup, "fill_kv": fill_kv, "own_tokens": own_tokens, "seed": seed},
-            config={"kv": kv, "dtype": dtype, "weights": weights, "device": device, "threads": threads},
+            config={"kv": kv, "dtype": dtype, "weights": weights, "device": device,
+                    "as_arch": as_arch, "threads": threads},
         )  # fmt: skip
     else:
         if against is None or target is not None:

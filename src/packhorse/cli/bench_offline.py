@@ -33,6 +33,7 @@ Kv = Annotated[str, _option("--kv", "CODEC", "how K and V are stored. [default: 
 Dtype = Annotated[str, _option("--dtype", "TYPE", "what to compute in. [default: auto]")]
 Weights = Annotated[str, _option("--weights", "HOW", "auto, packed or unpacked.")]
 Device = Annotated[str, _option("--device", "NAME", "cpu, cuda or cuda:N. [default: cpu]")]
+AsArch = Annotated[int | None, _option("--as-arch", "75", "treat the card as a Turing one.")]
 Threads = Annotated[int | None, _option("--threads", "N", "CPU threads.")]
 FillKv = Annotated[bool, _option("--fill-kv", None, "read no prompt: random K and V, states of zeros.")]
 OwnTokens = Annotated[bool, _option("--own-tokens", None, "go on from what was drawn, not random tokens.")]

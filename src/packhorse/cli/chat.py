@@ -53,6 +53,7 @@ def command(
     kv: asking.KvOption = EngineConfig.kv,
     weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
+    as_arch: asking.AsArchOption = None,
     exact: asking.ExactOption = False,
     store: StoreOption = None,
     disk: DiskOption = None,
@@ -71,7 +72,7 @@ def command(
     )
     config = EngineConfig(
         context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, exact=exact,
-        threads=threads, **store_fields(store, disk, ram),
+        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram),
     )  # fmt: skip
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(

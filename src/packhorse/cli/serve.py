@@ -130,6 +130,7 @@ def command(
     kv: KvOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = None,
+    as_arch: asking.AsArchOption = None,
     exact: ExactOption = None,
     store: StoreOption = None,
     disk: DiskOption = None,
@@ -155,7 +156,7 @@ def command(
     model_options = {
         "name": name, "context": context, "sequences": sequences, "kv_tokens": kv_tokens, "snapshots": snapshots,
         "max_tokens": max_tokens, "threads": threads, "dtype": dtype, "kv": kv, "weights": weights,
-        "device": device, "exact": exact, **store_fields(store, disk, ram),
+        "device": device, "as_arch": as_arch, "exact": exact, **store_fields(store, disk, ram),
         "chat_template": None if chat_template is None else chat_template.resolve(),
     }  # fmt: skip
     planned = None if plan is None else read_plan(plan, model_options)

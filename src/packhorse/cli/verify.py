@@ -103,6 +103,7 @@ def command(
     kv: asking.KvOption = EngineConfig.kv,
     weights: asking.WeightsOption = EngineConfig.weights,
     device: asking.DeviceOption = EngineConfig.device,
+    as_arch: asking.AsArchOption = None,
     exact: asking.ExactOption = False,
     chat_template: asking.ChatTemplateOption = None,
     json: JsonOption = False,
@@ -129,6 +130,7 @@ def command(
         kv=kv,
         weights=weights,
         device=device,
+        as_arch=as_arch,
         exact=exact,
         threads=threads,
     )

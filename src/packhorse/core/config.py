@@ -37,6 +37,8 @@ class EngineConfig:
     auto: packed on a card; on a CPU, where products of unpacked weights are faster, only as memory demands."""
     device: str = "cpu"
     """Where the model runs: cpu or cuda[:N]."""
+    as_arch: int | None = None
+    """75: the card stands in for one of compute capability 7.5 and does without what such a card lacks."""
     vram: int | None = None
     """Bytes of the card's memory that this process may take, by the driver's figure. None: what is free. Routed
     experts that find no room stay in pinned host memory."""
@@ -94,6 +96,13 @@ class EngineConfig:
             )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UsageError(f"device {self.device!r} is not known.", hint="Choose cpu, cuda or cuda:N.")
+        if self.as_arch not in (None, 75):
+            raise UsageError(f"as_arch is {self.as_arch}.", hint="Only 75 can be stood in for.")
+        if self.as_arch is not None and self.device == "cpu":
+            raise UsageError(
+                "A card is to stand in for an older one, and the device is cpu.",
+                hint="Give --device cuda too, or leave out --as-arch.",
+            )
         if self.vram is not None and self.device == "cpu":
             raise UsageError(
                 "A cap on a card's memory was given, and the device is cpu.",

@@ -23,7 +23,7 @@ from packhorse.engine.runner import Runner
 from packhorse.engine.size import Sizes, size_engine
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
-from packhorse.kernels.cuda.launch import card_arch
+from packhorse.kernels.cuda.launch import card_arch, use_arch
 from packhorse.layers.step import misfit
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.experts import ExpertLayout
@@ -58,11 +58,14 @@ def load_engine(
 ) -> Loaded:
     """Size the pools, load the weights, make the engine. progress(done, total) counts tensors.
 
-    Raises UsageError or UnsupportedCardError for a device or type this machine lacks, DoesNotFitError before
-    anything is loaded, and WeightsError or CorruptFileError from the checkpoint.
+    Raises UsageError or UnsupportedCardError for a device or type this machine lacks, DriverTooOldError where as_arch
+    asks for what the driver cannot read, DoesNotFitError before anything is loaded, and WeightsError or
+    CorruptFileError from the checkpoint.
     """
     hardware = probe()
     check_device(config)
+    if config.as_arch is not None:
+        use_arch(config.as_arch)
     threads = set_threads(config, hardware)
     dtype, why = choose_dtype(config, hardware)
     card = None if config.device == "cpu" else CardMemory(config.device, config.vram)
@@ -123,9 +126,17 @@ def load_engine(
     )
     if card is not None:
         warm_up(engine, config, sizes)
+    if config.as_arch is not None:
+        why += f", which stands in for a card of compute capability {config.as_arch / 10}"
+    planned = _planned(sizes, store, disk, card)
+    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping), card)
+
+
+def _planned(sizes: Sizes, store: KVStore, disk: DurableStore | None, card: CardMemory | None) -> str:
+    """What was planned and what was taken, for people."""
     planned = f"planned {format_bytes(sizes.total_bytes)}: weights {format_bytes(sizes.weight_bytes)}, KV "
     planned += f"{format_bytes(sizes.kv_bytes)} in {sizes.kv} for {store.capacity:,} tokens in pages of "
-    planned += f"{config.page_len}"
+    planned += f"{store.page_len}"
     if disk is not None:
         held = format_bytes(disk.usage()["bytes"])
         planned += f"; the store {disk.folder} holds {held} of {format_bytes(disk.quota)}"
@@ -133,8 +144,7 @@ def load_engine(
             planned += ", and was emptied: it was damaged or of an older layout"
     if card is not None:
         planned += f"; the card's driver counts {format_bytes(card.used_bytes())} of {format_bytes(card.cap)}"
-    notes = (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping)
-    return Loaded(engine, sizes, notes, card)
+    return planned
 
 
 def warm_up(engine: Engine, config: EngineConfig, sizes: Sizes) -> None:

@@ -31,8 +31,8 @@ _kernels: dict[tuple[int, Target, Variant], Any] = {}
 def use_arch(arch: int | None) -> None:
     """Treat every card as one of compute capability `arch`, which must be 75: kernels become PTX of that
     architecture, finished by the driver, and what such a card lacks is refused or switched off: bf16
-    variants, TF32, flash attention. None ends it. Raises DriverTooOldError where the driver cannot read what
-    this NVRTC writes."""
+    variants, TF32, flash attention. None ends it. Raises CompilerMissingError, and DriverTooOldError where the
+    driver cannot read what this NVRTC writes."""
     global _as_arch
     if arch not in (None, MIN_ARCH):
         raise UnsupportedCardError(f"Only {MIN_ARCH} can be stood in for, not {arch}.")
@@ -48,17 +48,17 @@ def use_arch(arch: int | None) -> None:
 
 def _check_ptx() -> None:
     """The driver reads PTX of its own CUDA version and older."""
+    compiler = compiler_version()  # first: it says what is missing where the bindings are
     from cuda.bindings import driver
 
     error, number = driver.cuDriverGetVersion()
     known = (number // 1000, number % 1000 // 10)
-    if error == driver.CUresult.CUDA_SUCCESS and compiler_version() <= known:
+    if error == driver.CUresult.CUDA_SUCCESS and compiler <= known:
         return
     raise DriverTooOldError(
-        f"NVRTC {_dotted(compiler_version())} writes PTX that the driver, made for CUDA {_dotted(known)}, "
-        "cannot read.",
+        f"NVRTC {_dotted(compiler)} writes PTX that the driver, made for CUDA {_dotted(known)}, cannot read.",
         hint="Update the NVIDIA driver, or install a torch built for an older CUDA.",
-        compiler=_dotted(compiler_version()),
+        compiler=_dotted(compiler),
         driver=_dotted(known),
     )
 
