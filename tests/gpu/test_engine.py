@@ -79,7 +79,10 @@ def test_allocations_are_on_the_card_and_bounded():
     before = torch.cuda.memory_allocated()
     engine = make_engine(model_on_card("qwen3_5_moe", torch.float32), device="cuda")
     taken = torch.cuda.memory_allocated() - before
-    counted = engine.runner.model.storage_bytes + sum(engine.store.storage_bytes.values())
+    model = engine.runner.model
+    counted = model.storage_bytes + sum(engine.store.storage_bytes.values())
+    if model.embed_device.type == "cpu":
+        counted -= 4 * model.facts.vocab_size * model.facts.hidden_size
     # The allocator rounds each block up to 512 bytes.
     assert counted <= taken <= counted + 512 * 200
     ask(engine, oracle.random_ids(300), max_tokens=8)

@@ -68,7 +68,9 @@ def answers(model: Model, experts, kv: str, sequences: int) -> tuple[dict, StepG
         ids = tuple(oracle.random_ids(length, seed=seed))
         engine.add(Request(name, ids, SamplingParams(max_tokens=STEPS)))
     events = run_all(engine)
-    assert all(events[name][-1].error is None for name in PROMPTS)
+    for name in PROMPTS:
+        if events[name][-1].error is not None:
+            raise events[name][-1].error
     return {key: logits.clone() for key, logits in engine.runner.logits.items()}, graphs
 
 

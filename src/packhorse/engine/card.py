@@ -37,7 +37,7 @@ class CardMemory:
             )
         self.cap = there if cap is None else cap
         # Memory that the allocator gives back in part, so that freed blocks of any size serve the next.
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         held = torch.cuda.memory_reserved(self.device)
         limit = max(0, self.cap - (context - held) - MODULE_BYTES)
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / self.total), self.device)
