@@ -182,17 +182,23 @@ def test_16_bit_products_lose_no_more_than_unpacked_weights(tmp_path):
         assert packed < 1.5 * plain < 0.08
 
 
-def test_scales_that_are_no_numbers_are_refused(tmp_path):
-    model = wide_model("llama")
-    for kind, at in (("Q4_0", 0), ("Q4_1", 2), ("Q6_K", 208), ("Q5_K", 2)):
-        path = random_file(model, tmp_path / "m.gguf", [kind])
-        tensor = read_model(path).tensors["blk.1.ffn_up.weight"]
-        with path.open("r+b") as stream:
-            stream.seek(tensor.offset + 3 * tensor.format.block_bytes + at)
-            stream.write(np.array([np.nan], np.float16).tobytes())
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [("Q4_0", [0]), ("Q4_1", [0, 2]), ("Q5_0", [0]), ("Q5_1", [0, 2]), ("Q8_0", [0]), ("Q4_K", [0, 2]),
+     ("Q5_K", [0, 2]), ("Q6_K", [208])],
+)  # fmt: skip
+def test_scales_that_are_no_numbers_are_refused(kind, places, tmp_path):
+    path = random_file(wide_model("llama"), tmp_path / "m.gguf", [kind])
+    tensor = read_model(path).tensors["blk.1.ffn_up.weight"]
+    good = path.read_bytes()
+    for at, value in itertools.product(places, (np.nan, np.inf, -np.inf)):
+        place = tensor.offset + 3 * tensor.format.block_bytes + at
+        path.write_bytes(good[:place] + np.array([value], np.float16).tobytes() + good[place + 2 :])
         with pytest.raises(WeightsError, match=r"ffn_up.*1 blocks whose scales are not finite") as error:
             load(path)
         assert error.value.hint
+    path.write_bytes(good)
+    load(path)
 
 
 def test_what_is_chosen(tmp_path):

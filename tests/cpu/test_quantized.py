@@ -327,10 +327,11 @@ def damaged_tensors(case: str, tensors: Packed, rng: random.Random) -> str:
     role = scale.get(case.split("-")[0], "weight_scale_inv")
     ways = ["missing", "shape", "type", "nan", "zero", "inf", "transposed"]
     ways += {"gptq-desc-act": ["group", "negative", "order"], "gptq": ["midpoint", "order"], "fp8": ["code"],
-             "compressed": ["said"], "own-8-zeros": ["offset"]}.get(case, [])  # fmt: skip
+             "compressed": ["said"], "compressed-act-order": ["said", "group", "negative", "order"],
+             "compressed-8-channel": ["huge"], "own-8-zeros": ["offset"]}.get(case, [])  # fmt: skip
     way = rng.choice(ways)
     # The order of a file that declares none may be missing.
-    spare = ("g_idx",) if case == "gptq" else ()
+    spare = ("g_idx",) if case in ("gptq", "gptq-asymmetric") else ()
     packed = sorted(
         name for name in tensors
         if name.rpartition(".")[2] in ROLES and not name.endswith(spare) and tensors[name].numel() > 1
@@ -346,12 +347,15 @@ def damaged_tensors(case: str, tensors: Packed, rng: random.Random) -> str:
         tensors[name] = tensors[name].t().contiguous()
     elif way == "type":
         tensors[name] = tensors[name].to(torch.float64)
+    elif way == "huge":
+        poisoned(tensors, role, 70_000.0, rng)
     elif way in ("nan", "zero", "inf"):
         poisoned(tensors, role, {"nan": float("nan"), "zero": 0.0, "inf": float("inf")}[way], rng)
     elif way in ("group", "negative"):
-        poisoned(tensors, "g_idx", 99 if way == "group" else -1, rng)
+        groups = "weight_g_idx" if case.startswith("compressed") else "g_idx"
+        poisoned(tensors, groups, 99 if way == "group" else -1, rng)
     elif way == "order":
-        name = rng.choice(sorted(name for name in tensors if name.endswith(".g_idx")))
+        name = rng.choice(sorted(name for name in tensors if name.endswith("g_idx")))
         groups = tensors[name].clone()
         groups[groups == 0] = 1
         tensors[name] = groups
@@ -370,12 +374,16 @@ ROLES = ("qweight", "qzeros", "scales", "weight_packed", "weight_scale", "weight
          "scale", "zero", "g_idx", "weight_g_idx")  # fmt: skip
 
 
+DAMAGED = ("gptq", "gptq-asymmetric", "gptq-desc-act", "awq", "compressed", "compressed-8-channel",
+           "compressed-act-order", "fp8", "own", "own-8-zeros")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def small_folders(tmp_path_factory) -> dict[str, Path]:
     """One small folder a case: one layer with experts, one without."""
     folders = {}
     model = oracle.make_model("qwen3_moe", **WIDE, **WIDE_MOE, num_experts=2, num_experts_per_tok=1)
-    for case in ("gptq", "gptq-desc-act", "awq", "compressed", "fp8", "own", "own-8-zeros"):
+    for case in DAMAGED:
         folders[case] = tmp_path_factory.mktemp("small") / case
         packed_folder(model, folders[case], case)
     return folders
@@ -405,7 +413,7 @@ def test_declarations_that_cannot_be_are_refused(small_folders, tmp_path):
 
 
 def test_tensors_that_cannot_be_are_refused(small_folders, tmp_path):
-    """240 damaged files; every way occurs."""
+    """350 damaged files; every way occurs: names, shapes, types, scales, zeros, codes, and orders of inputs."""
     seen = set()
     for case, source in small_folders.items():
         folder = tmp_path / case
@@ -421,7 +429,7 @@ def test_tensors_that_cannot_be_are_refused(small_folders, tmp_path):
             except pytest.fail.Exception as silent:
                 raise AssertionError(f"{case} {seed}: {way} was accepted") from silent
             assert isinstance(error, WeightsError | UnsupportedModelError), (way, error)
-    assert len(seen) == 14
+    assert len(seen) == 15
 
 
 def test_damaged_bytes_never_crash(small_folders, tmp_path):
