@@ -51,6 +51,11 @@ class EngineConfig:
     """Tokens a KV page holds."""
     chunk_len: int = 1024
     """Prompt tokens a step reads at most, and the absolute grid on which it ends. A multiple of page_len."""
+    sweep_len: int | None = None
+    """Prompt tokens that pass the layers together, a layer after the other (docs/sweep.md); 0: none, chunks pass all
+    layers. None: 65,536, as far as the window and memory go, where weights are streamed, else 0."""
+    max_decode_gap: float = 0.25
+    """Seconds at most between two tokens of an answer while another prompt is read in a sweep."""
     snapshot_len: int = 8192
     """Absolute grid of recurrent-state snapshots. A multiple of page_len."""
     snapshots: int = 16
@@ -75,6 +80,15 @@ class EngineConfig:
         for name in ("snapshots", "disk", "ram"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}.", hint="Give 0 or more.")
+        if self.sweep_len and self.sweep_len < self.chunk_len:
+            raise UsageError(
+                f"sweep_len is {self.sweep_len}, and a chunk has {self.chunk_len} tokens.",
+                hint="Give at least chunk_len, or 0 for no sweeps.",
+            )
+        if not self.max_decode_gap > 0:
+            raise UsageError(
+                f"max_decode_gap is {self.max_decode_gap}.", hint="Give it some seconds, such as 0.25."
+            )
         for name in ("chunk_len", "snapshot_len"):
             if getattr(self, name) % self.page_len:
                 raise UsageError(

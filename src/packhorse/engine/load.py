@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,12 +81,6 @@ def load_engine(
     geometry = StoreGeometry.of(facts, DTYPES[dtype], config.page_len, sizes.kv)
     disk, identity = open_disk(facts, config, geometry, sizes)
     arena = PinnedArena(sizes.pinned_bytes) if sizes.pinned_bytes else None
-
-    def expert_memory(layout: ExpertLayout) -> Tensor:
-        if arena is not None:
-            return arena.bytes[: layout.total_bytes]
-        return aligned_bytes(layout.total_bytes, config.device)
-
     model = load_model(
         facts,
         open_checkpoint(facts),
@@ -93,7 +88,7 @@ def load_engine(
         device=config.device,
         exact=config.exact,
         packed=sizes.packed,
-        experts=None if card is None else expert_memory,
+        experts=None if card is None else partial(_expert_memory, arena, config.device),
         progress=progress,
     )
     experts = place_experts(model, arena, sizes)
@@ -123,6 +118,8 @@ def load_engine(
         window=sizes.context,
         eos_ids=facts.eos_ids,
         detokenizer=detokenizer,
+        sweep_len=sizes.sweep_len,
+        max_decode_gap=config.max_decode_gap,
     )
     if card is not None:
         warm_up(engine, config, sizes)
@@ -130,6 +127,13 @@ def load_engine(
         why += f", which stands in for a card of compute capability {config.as_arch / 10}"
     planned = _planned(sizes, store, disk, card)
     return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping), card)
+
+
+def _expert_memory(arena: PinnedArena | None, device: str, layout: ExpertLayout) -> Tensor:
+    """Where the routed experts are loaded to: their home in host memory, or the card."""
+    if arena is not None:
+        return arena.bytes[: layout.total_bytes]
+    return aligned_bytes(layout.total_bytes, device)
 
 
 def _planned(sizes: Sizes, store: KVStore, disk: DurableStore | None, card: CardMemory | None) -> str:

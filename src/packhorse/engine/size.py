@@ -15,7 +15,7 @@ from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageError
 from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS
-from packhorse.core.units import MIB, ceil_div, format_bytes
+from packhorse.core.units import MIB, ceil_div, format_bytes, round_up
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
 from packhorse.plan import account
@@ -25,6 +25,10 @@ SCORES_BYTES = 256 * MIB
 """What attention's scores may take at once on a card, where the reference kernel writes them out."""
 SPARES = 2
 """Experts that each layer may keep in one step of those it read over the link: each is written to the card once."""
+SWEEP_LEN = 65_536
+"""Tokens of a sweep where weights are streamed and nothing else was asked for."""
+SWEEP_SHARE = 8
+"""One part in so many of the room for experts is then for the residuals of a sweep at most."""
 SCORES_COPIES = 4
 """Tensors of their size that live at once there: scores, mask, shifted, exponentials."""
 
@@ -34,6 +38,7 @@ class Sizes:
     """What the engine allocates. kv: the codec of K and V. context: tokens one request may hold. segment_len:
     keys attention reads at once; None is the store's own choice. expert_slots: routed experts that the card holds at
     once, None where it holds all or there are none; expert_bytes: these slots and the buffers of two layers.
+    sweep_len: tokens of a sweep, 0 where prompts are not read in sweeps; workspace_bytes has its residuals.
     host_bytes: of a card's weights that lie in host memory, pinned_bytes the experts of them. runtime_bytes: what
     the device takes beside all this. notes: what was decided that a person may not expect."""
 
@@ -49,6 +54,7 @@ class Sizes:
     packed: bool = False
     expert_slots: int | None = None
     expert_bytes: int = 0
+    sweep_len: int = 0
     host_bytes: int = 0
     pinned_bytes: int = 0
     runtime_bytes: int = LEFT_ALONE
@@ -118,6 +124,7 @@ def size_engine(
     kv = dtype if config.kv == "auto" else config.kv
     check_kv_heads(kv, facts.head_dim)
     page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, kv, config.page_len)
+    sweep_len = min(config.sweep_len or 0, _longest_sweep(facts, config))
     fixed = Sizes(
         dtype=dtype,
         kv=kv,
@@ -126,7 +133,9 @@ def size_engine(
         weight_bytes=0,
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
-        workspace_bytes=_workspace_bytes(facts, config, dtype, decodes=kv != dtype),
+        workspace_bytes=_workspace_bytes(facts, config, dtype, decodes=kv != dtype)
+        + _sweep_bytes(facts, config, sweep_len),
+        sweep_len=sweep_len,
         segment_len=_segment_len(facts, config, dtype),
         runtime_bytes=LEFT_ALONE if config.device == "cpu" else account.runtime_bytes(),
     )
@@ -142,7 +151,7 @@ def size_engine(
         if packed and fixed.weight_bytes + pages > room:
             fixed = _stream_experts(facts, config, fixed, room)
         _check_host(fixed, host_bytes)
-    room -= fixed.weight_bytes + fixed.expert_bytes
+    room = available_bytes - fixed.runtime_bytes - fixed.total_bytes
     if room < page_bytes:
         needed = fixed.total_bytes + fixed.runtime_bytes + page_bytes
         raise DoesNotFitError(
@@ -172,7 +181,12 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
     if config.context is None and config.kv_tokens is None:
         # Nobody named a context: half of what is left is for pages, so that experts find room too.
         pages = min(pages, max(0, room - least) // 2)
-    slots = (room - weights - buffers - pages) // block
+    left = room - weights - buffers - pages
+    sweep_len, residuals = fixed.sweep_len, 0
+    if config.sweep_len is None:
+        sweep_len = _auto_sweep_len(facts, config, left // SWEEP_SHARE)
+        residuals = _sweep_bytes(facts, config, sweep_len)
+    slots = (left - residuals) // block
     if slots < 2 * num_layers * SPARES:
         needed = room - (slots - 2 * num_layers * SPARES) * block
         taken = fixed.runtime_bytes + fixed.state_bytes + fixed.workspace_bytes
@@ -186,15 +200,39 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
         )
     slots = min(slots, num_experts + num_layers * SPARES)
     note = f"{min(slots, num_experts):,} of {num_experts:,} routed experts on the card, all in pinned host memory"
+    if sweep_len:
+        note += f"; long prompts are read in sweeps of {sweep_len:,} tokens"
     return replace(
         fixed,
         weight_bytes=weights,
         expert_slots=slots,
         expert_bytes=slots * block + buffers,
+        sweep_len=sweep_len,
+        workspace_bytes=fixed.workspace_bytes + residuals,
         pinned_bytes=experts,
         host_bytes=fixed.host_bytes + experts,
         notes=(*fixed.notes, note),
     )
+
+
+def _longest_sweep(facts: ModelFacts, config: EngineConfig) -> int:
+    """Tokens beyond which a sweep gains nothing: the window in whole chunks."""
+    return round_up(config.context or facts.context, config.chunk_len)
+
+
+def _auto_sweep_len(facts: ModelFacts, config: EngineConfig, room: int) -> int:
+    """The longest sweep worth its while whose residuals take no more than `room`."""
+    sweep_len = min(SWEEP_LEN, _longest_sweep(facts, config))
+    while sweep_len >= config.chunk_len:
+        if _sweep_bytes(facts, config, sweep_len) <= room:
+            return sweep_len
+        sweep_len //= 2
+    return 0
+
+
+def _sweep_bytes(facts: ModelFacts, config: EngineConfig, sweep_len: int) -> int:
+    padding = 2 * EXACT_ROWS if sweep_len and config.exact else 0
+    return account.residual_bytes(facts, sweep_len + padding)
 
 
 def _check_host(sizes: Sizes, host_bytes: int | None) -> None:

@@ -24,8 +24,6 @@ from packhorse.engine.schedule import Sequence as LiveSequence
 from packhorse.engine.schedule import Sweep, Work
 from packhorse.store.kv import KVStore, StoredSequence
 
-AUTO_SWEEP_LEN = 65_536
-"""Tokens of a sweep where weights are streamed and nothing else is asked for."""
 AHEAD = 1
 """Units that a card has been given beyond the one whose end is waited for: so it never waits for the host."""
 
