@@ -5,6 +5,7 @@ batched with it, cancelled beside it, reused by it or evicted under it.
 """
 
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import oracle
 from engines import ask, make_engine, tiny_model
 from packhorse.core.errors import CancelledRequestError, ComputeError, PromptTooLongError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams
-from packhorse.engine.schedule import Step
+from packhorse.engine.schedule import Step, Sweep
 
 PAGE, NUM_PAGES, WINDOW = 64, 9, 400
 # Prompts are beginnings of three streams, two of which share their first 100 tokens.
@@ -32,9 +33,10 @@ def alone(family: str, stream: int, length: int) -> list[int]:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, steps and cancels; `family` is set by the test."""
+    """Adds, steps and cancels; `family` is set by the test, `settings` are more of make_engine's."""
 
     family = ""
+    settings: ClassVar[dict[str, object]] = {}
 
     @initialize(sequences=st.integers(1, 3), chunk=st.sampled_from([64, 128]))
     def start(self, sequences: int, chunk: int) -> None:
@@ -47,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
             snapshots=3,
             sequences=sequences,
             window=WINDOW,
+            **self.settings,
         )
         self.asked: dict[str, tuple[int, int, int]] = {}
         self.answers: dict[str, list[int]] = {}
@@ -95,6 +98,16 @@ class EngineMachine(RuleBasedStateMachine):
             return
         victim = live[which % len(live)]
         run, failed = self.engine.runner.run, []
+        sweeper = self.engine.sweeper
+        unit = sweeper and sweeper._run_unit
+
+        def failing_unit(sweep: Sweep) -> torch.Tensor | None:
+            logits = unit(sweep)
+            name = sweep.works[sweep.index].sequence.id
+            if name == victim and (lasting or not failed):
+                failed.append([name])
+                raise MemoryError
+            return logits
 
         def failing(step: Step, views: list) -> torch.Tensor:
             logits = run(step, views)
@@ -105,6 +118,8 @@ class EngineMachine(RuleBasedStateMachine):
             return logits
 
         self.engine.runner.run = failing
+        if sweeper is not None:
+            sweeper._run_unit = failing_unit
         while victim not in self.ended and (lasting or not failed):
             try:
                 events = self.engine.step()
@@ -114,6 +129,8 @@ class EngineMachine(RuleBasedStateMachine):
             for event in events:
                 self.note(event)
         self.engine.runner.run = run
+        if sweeper is not None:
+            sweeper._run_unit = unit
 
     def note(self, event: Event) -> None:
         name = event.request_id
