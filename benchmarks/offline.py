@@ -48,7 +48,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     for name in ("kv", "dtype", "weights"):
         parser.add_argument(f"--{name}", default="auto")
-    parser.add_argument("--threads", type=int)
+    for name in ("threads", "as-arch"):
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--vram", type=caps, default=(None,), help="sizes by commas; none: no cap")
     parser.add_argument("--contexts", type=numbers, default=Settings.contexts)
     parser.add_argument("--sequences", type=numbers, default=Settings.sequences)
@@ -60,9 +61,8 @@ def main() -> None:
     args = parser.parse_args()
     if (args.model is None) == (args.like is None):
         parser.error("give a folder or --like NAME")
-    config = EngineConfig(
-        kv=args.kv, dtype=args.dtype, weights=args.weights, device=args.device, threads=args.threads
-    )
+    fields = ("kv", "dtype", "weights", "device", "as_arch", "threads")
+    config = EngineConfig(**{name: getattr(args, name) for name in fields})
     names = ("contexts", "sequences", "decode", "warmup", "vram", "fill_kv", "own_tokens", "seed")
     settings = Settings(**{name: getattr(args, name) for name in names})
     with tempfile.TemporaryDirectory() as folder:

@@ -160,14 +160,14 @@ def test_whose_tokens_are_fed(own, monkeypatch):
 
 
 def test_a_prompt_that_is_not_kept(monkeypatch):
-    true_read = offline._Run.read
+    true_read = offline.Run.read
 
     def forget(self, prompt):
         seconds = true_read(self, prompt)
         self.engine.store.clear()
         return seconds
 
-    monkeypatch.setattr(offline._Run, "read", forget)
+    monkeypatch.setattr(offline.Run, "read", forget)
     with pytest.raises(ComputeError, match="300 tokens of a prompt of 300"):
         measure(facts_of("qwen3"), CONFIG, Settings(contexts=(300,), decode=5))
 

@@ -35,6 +35,7 @@ from packhorse.engine.size import check_window
 from packhorse.facts.hardware import probe
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.recipes import Recipe
+from packhorse.kernels.cuda.launch import use_arch
 from packhorse.plan import account
 from packhorse.plan.place import Footprint
 from packhorse.plan.predict import dense_bytes, prefill_flops, touched_share
@@ -42,6 +43,8 @@ from packhorse.store.kv import KVStore, StoredSequence
 
 VERSION = 1
 """Of the document that `measure` gives: docs/bench.md."""
+SHARED = ("device", "as_arch", "dtype", "kv", "weights", "exact", "threads")
+"""Fields of EngineConfig that are part of a run's settings."""
 FIFTHS = 5
 """Parts into which the steps are cut: how much their medians differ says what is noise."""
 FILL_LEN = 16_384
@@ -106,8 +109,7 @@ def measure(
     return {
         "version": VERSION,
         "model": {"name": facts.name, "path": str(facts.path)},
-        "settings": asdict(settings)
-        | {name: getattr(config, name) for name in ("device", "dtype", "kv", "weights", "exact", "threads")},
+        "settings": asdict(settings) | {name: getattr(config, name) for name in SHARED},
         "ceilings": ceilings,
         "loads": loads,
     }
@@ -117,6 +119,8 @@ def measure_ceilings(facts: ModelFacts, config: EngineConfig) -> dict[str, float
     """Bytes a second that plain reads reach: `vram` or `memory`, `host` (pinned, by kernels), copies, `disk` (of the
     model's own files); operations a second of dense products: `products`."""
     hardware = probe()
+    if config.as_arch is not None:
+        use_arch(config.as_arch)
     device, dtype = torch.device(config.device), DTYPES[choose_dtype(config, hardware)[0]]
     set_threads(config, hardware)
     if device.type == "cuda":
@@ -157,9 +161,9 @@ def _measure_load(
 ) -> dict[str, Any]:
     """All that is measured of one loaded engine."""
     began = time.perf_counter()
-    loaded = load_engine(facts, config, _Mute)
+    loaded = load_engine(facts, config, Mute)
     load_s = time.perf_counter() - began
-    run = _Run(loaded, config, settings, ceilings)
+    run = Run(loaded, config, settings, ceilings)
     prefill, decode = [], []
     for context in sorted(settings.contexts):
         prompts: list[tuple[int, ...]] = []
@@ -213,7 +217,7 @@ def expert_counts(engine: Engine) -> dict[str, int] | None:
     }
 
 
-class _Run:
+class Run:
     """One loaded engine under measurement."""
 
     def __init__(
@@ -389,7 +393,7 @@ class _Filled:
         return sequence
 
 
-class _Mute:
+class Mute:
     """A detokenizer of tokens that mean nothing."""
 
     def add(self, token_id: int) -> str:
