@@ -1,16 +1,17 @@
 """The scheduler against a store that counts: rules of every step, and a machine of random requests."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from packhorse.core.errors import DoesNotFitError, InvalidRequestError, PackhorseError, PromptTooLongError
 from packhorse.core.types import EXACT_ROWS, Request, SamplingParams
 from packhorse.core.units import round_up
-from packhorse.engine.schedule import Scheduler, Sequence, SequenceState, Step
+from packhorse.engine.schedule import Scheduler, Sequence, SequenceState, Step, Sweep
 
 CHUNK, PAGE = 32, 8
 
@@ -457,3 +458,109 @@ TestDense = Machine.TestCase
 TestDense.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestExact = ExactMachine.TestCase
 TestExact.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def sweeping(sweep_len: int = 4 * CHUNK, **settings) -> tuple[Scheduler, FakeStore]:
+    scheduler, store = make(**settings)
+    scheduler.sweep_len = scheduler.sweep_rows = sweep_len
+    scheduler.num_layers, scheduler._tail_len = 3, 40
+    return scheduler, store
+
+
+def pass_layers(scheduler: Scheduler, store: FakeStore, sweep: Sweep) -> list[tuple[str, int, int, int]]:
+    """All units of a sweep, as an engine completes them: (id, layer, position, end)."""
+    units = []
+    while sweep.works:
+        work = sweep.works[sweep.index]
+        units.append((work.sequence.id, sweep.layer, work.position, work.end))
+        sweep.advance()
+        if sweep.passed is not None:
+            sequence = sweep.passed
+            store.open[sequence.id].position = sweep.works_of(sequence)[-1].end
+            if sequence.position == sequence.prompt_len:
+                sequence.generated.append(7)
+            scheduler.leave_sweep(sequence)
+    return units
+
+
+def test_long_prompts_are_swept_and_short_ones_are_not():
+    scheduler, store = sweeping()
+    for name, length in (("tail", 40), ("long", 41), ("longer", 150)):
+        scheduler.add(request(name, length))
+    assert spans_of(run(scheduler, store)) == [("tail", 0, 32)]
+    step = scheduler.schedule()
+    assert step.spans == () and step.sweep is scheduler.sweep
+    assert [(w.sequence.id, w.row, w.position, w.end) for w in step.sweep.works] == [
+        ("long", 0, 0, 32),
+        ("long", 32, 32, 41),
+        ("longer", 41, 0, 32),
+        ("longer", 73, 32, 64),
+    ]
+    assert spans_of(run(scheduler, store)) == [("tail", 32, 40)], "slices and steps alternate"
+    units = pass_layers(scheduler, store, step.sweep)
+    assert [unit[1] for unit in units] == [0] * 4 + [1] * 4 + [2] * 4
+    assert scheduler.sweep is None
+    assert scheduler.find("long").state is SequenceState.DECODING
+    assert scheduler.find("longer").read_len == 64
+    assert scheduler.schedule().sweep.works[0].position == 64
+    assert spans_of(run(scheduler, store)) == [("tail", 40, 41), ("long", 41, 42)]
+
+
+def test_what_is_left_of_a_prompt_may_be_a_tail():
+    scheduler, store = sweeping()
+    scheduler.add(request("a", 4 * CHUNK + 40))
+    pass_layers(scheduler, store, scheduler.schedule().sweep)
+    assert spans_of(run(scheduler, store)) == [("a", 128, 160)]
+    assert spans_of(run(scheduler, store)) == [("a", 160, 168)]
+
+
+def test_sub_chunks_end_where_chunks_do():
+    """At multiples, boundaries and the prompt's end, from where the prompt is cached; rows as in exact steps."""
+    scheduler, _ = sweeping(exact=True, cached=lambda _: 8, chunk_len=64, sweep_len=1000)
+    scheduler.add(request("a", 200, marks=(40, 64, 136)))
+    works = scheduler.schedule().sweep.works
+    assert [(w.position, w.end) for w in works] == [
+        (8, 40),
+        (40, 64),
+        (64, 128),
+        (128, 136),
+        (136, 192),
+        (192, 200),
+    ]
+    for work, later in pairwise(works):
+        assert work.row % EXACT_ROWS == work.position % EXACT_ROWS
+        assert later.row // EXACT_ROWS > work.last_row // EXACT_ROWS, "two works share a bucket"
+    assert [w.samples for w in works] == [False] * 5 + [True]
+
+
+@given(st.data())
+def test_a_sweep_computes_each_unit_once(data):
+    """Whoever leaves when: the others' units come in the order of layers, each once, and all that were done count."""
+    scheduler, _ = sweeping(sweep_len=12 * CHUNK)
+    lengths = data.draw(st.lists(st.integers(41, 150), min_size=1, max_size=4))
+    for number, length in enumerate(lengths):
+        scheduler.add(request(f"r{number}", length))
+    sweep = scheduler.schedule().sweep
+    works = {s.id: [(w.position, w.end) for w in sweep.works_of(s)] for s in sweep.sequences}
+    done: dict[str, list[tuple[int, int, int]]] = {name: [] for name in works}
+    left = set()
+    while sweep.works:
+        if data.draw(st.integers(0, 9)) == 0:
+            leaver = data.draw(st.sampled_from(sweep.sequences))
+            left.add(leaver.id)
+            scheduler.remove(leaver.id)
+            continue
+        work = sweep.works[sweep.index]
+        assert sweep.next_sequence is work.sequence
+        done[work.sequence.id].append((sweep.layer, work.position, work.end))
+        sweep.advance()
+        for sequence in sweep.sequences:
+            units = done[sequence.id]
+            assert sweep.read_len(sequence) == sum(end - start for _, start, end in units) // 3
+        if sweep.passed is not None:
+            assert sweep.next_sequence is sweep.passed
+            scheduler.leave_sweep(sweep.passed)
+    for name, spans in works.items():
+        expected = [(layer, *span) for layer in range(3) for span in spans]
+        assert done[name] == (expected[: len(done[name])] if name in left else expected)
+    assert scheduler.sweep is None
