@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from packhorse.bench.card import graph_seconds, read
 from packhorse.core.formats import PACKED, PackedFormat
 from packhorse.kernels.cuda import launch
-from packhorse.kernels.cuda.nvrtc import Variant
 from packhorse.kernels.experts import cuda as experts
 from packhorse.kernels.linear import cuda as linear
 from packhorse.quant.packed import PackedTensor
 
-READ = Variant(str(Path(__file__).with_suffix(".cu").resolve()), "read_all")
 DENSE_27B = {
     "gate_up (swiglu)": (2 * 17408, 5120),
     "down": (5120, 17408),
@@ -37,24 +34,6 @@ DENSE_27B = {
     "lm_head": (248320, 5120),
 }
 SEVERAL = 640 << 20  # bytes read in one replay, at least: ten times the H200's cache
-
-
-def graph_seconds(work: Callable[[], object], rounds: int) -> float:
-    """Median seconds of one replay of `work`."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(2):
-        graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
 
 def random_weights(form: PackedFormat, rows: int, cols: int, copies: int) -> list[PackedTensor]:
@@ -69,10 +48,6 @@ def random_weights(form: PackedFormat, rows: int, cols: int, copies: int) -> lis
     )
     data[..., : form.header_bytes].view(torch.float16)[:] = 0.01
     return [PackedTensor(form, one.view(blocks, row_bytes), rows, cols) for one in data]
-
-
-def read(data: Tensor, blocks: int, sink: Tensor) -> None:
-    launch.launch(READ, (blocks,), 512, data, data.numel() // 16, sink, device=sink.device)
 
 
 def memory_rates(rounds: int, host: Tensor) -> dict[str, float]:
