@@ -177,3 +177,27 @@ def test_options_that_do_nothing_are_refused(tmp_path, capsys, hut):
     assert "is no store" in capsys.readouterr().err
     assert cli.run(["ask", str(shared_folder("qwen3_5", PLAIN)), "--ram", "900TiB", QUESTION]) == 3
     assert "921600.00 GiB" in capsys.readouterr().err
+
+
+def test_ask_keeps_its_document(tmp_path, capsys, hut):
+    store = tmp_path / "s"
+    ask(store, hut, QUESTION)
+    ask(store, hut, "--system", "Be brief.", QUESTION)
+    capsys.readouterr()
+    found = cache(capsys, "ls", "--store", store)
+    [document] = found["documents"]
+    assert (
+        document["label"] == "hut.txt" and document["id"].startswith("doc-") and len(found["prefixes"]) == 2
+    )
+    assert document["stored_tokens"] == document["tokens"] > 900
+    shown = cache(capsys, "show", document["id"], "--store", store)
+    text = hut.read_text()
+    assert shown["pages"] == [[1, 0, len(text)]]
+    assert shown["text"].startswith("The hut has nine mules")
+    assert cache(capsys, "pin", document["id"], "--store", store)["pinned"] is True
+    assert ask(store, hut, "Who is the warden of it?") == 0
+    assert figures(capsys)[1] > 900
+    assert cache(capsys, "rm", document["id"], "--store", store)["freed_bytes"] > 0
+    assert cache(capsys, "ls", "--store", store)["documents"] == []
+    assert ask(store, hut, QUESTION) == 0
+    assert figures(capsys)[1] < 64, "what was asked about it has gone with it"

@@ -420,7 +420,7 @@ def test_other_folders_are_left_alone(tmp_path):
         numbers.open_store(tmp_path / "s", quota=1)
 
 
-@pytest.mark.parametrize(("layout", "served"), [(0, True), (2, False)])
+@pytest.mark.parametrize(("layout", "served"), [(durable.LAYOUT - 1, True), (durable.LAYOUT + 1, False)])
 def test_another_layout(tmp_path, layout, served):
     store, model = numbers.open_store(tmp_path / "s")
     store.write(model, [numbers.image(0)])
@@ -430,7 +430,9 @@ def test_another_layout(tmp_path, layout, served):
             numbers.open_store(tmp_path / "s")
     store.close()
     if not served:
-        with pytest.raises(RefusedError, match="of layout 2, and this is 1"):
+        with pytest.raises(
+            RefusedError, match=f"of layout {durable.LAYOUT + 1}, and this is {durable.LAYOUT}"
+        ):
             numbers.open_store(tmp_path / "s")
         return
     store, model = numbers.open_store(tmp_path / "s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +29,7 @@ from packhorse.core.errors import PackhorseError, UsageError
 from packhorse.text.documents import Document, Prompt, compose
 
 if TYPE_CHECKING:
-    from packhorse.engine.session import Answer
+    from packhorse.engine.session import Answer, Session
 
 QuestionArgument = Annotated[
     str, typer.Argument(metavar="QUESTION", help="What to ask; - reads it from standard input.")
@@ -126,13 +126,24 @@ def command(
             **sampling,
         )
     asking.warn_of_cut(answer, session.window, say)
-    close_session(session, say)
+    finish(session, documents if store is not None and system is None else [], say)
     if json:
         print_json(describe(model, session.facts.name, answer, documents, notes))
     if stats is not None:
         write_stats(stats, answer)
     sys.stdout.flush()
     print(answer.summary, file=sys.stderr)
+
+
+def finish(session: Session, documents: Sequence[Document], say: Callable[[str], None]) -> None:
+    """Wait until what was read is kept, a single document by name too, as POST /v1/documents does; `say` gets what
+    went wrong with that."""
+    if len(documents) == 1:
+        kept = session.keep_document(documents[0])
+        session.flush()
+        if (error := kept.exception()) is not None:
+            say(f"Warning: {documents[0].name} is not kept as a document: {error}")
+    close_session(session, say)
 
 
 def read_question(text: str) -> str:

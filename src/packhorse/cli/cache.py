@@ -22,6 +22,7 @@ from packhorse.cli.common import (
 from packhorse.core.errors import CorruptFileError, PackhorseError, UsageError
 from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
+from packhorse.store.documents import find_document
 from packhorse.store.durable import DurableStore, Prefix, wipe
 from packhorse.text.documents import compose
 from packhorse.text.template import ChatTemplate, mark_positions
@@ -110,14 +111,23 @@ def command(
 def act(store: DurableStore, action: Action, given: list[str]) -> dict[str, Any]:
     """Do what was asked; a JSON-ready document of what was found or done."""
     if action is Action.LS:
-        return {**store.usage(), "prefixes": [describe(store, prefix) for prefix in store.prefixes()]}
+        all_of = {
+            "documents": store.prefixes("documents.id IS NOT NULL"),
+            "prefixes": store.prefixes("documents.id IS NULL"),
+        }
+        found = {name: [describe(store, prefix) for prefix in some] for name, some in all_of.items()}
+        return {**store.usage(), **found}
     if action is Action.VERIFY:
         damaged = {str(path): reason for path, reason in store.verify()}
         return {**store.usage(), "damaged": damaged}
     prefix = find_prefix(store, given[0])
     described = describe(store, prefix)
     if action is Action.SHOW:
-        return {**described, **store.models()[prefix.model], "text": stored_text(store, prefix)}
+        text: dict[str, Any] = {"text": stored_text(store, prefix)}
+        document = find_document(store, None, prefix.document or "")
+        if document is not None:
+            text = {"pages": [list(page) for page in document.pages], "text": shortened(document.text)}
+        return {**described, **store.models()[prefix.model], **text}
     if action is Action.RM:
         return {**described, "freed_bytes": store.remove(prefix)}
     store.set_pinned(prefix, action is Action.PIN)
@@ -126,7 +136,7 @@ def act(store: DurableStore, action: Action, given: list[str]) -> dict[str, Any]
 
 def find_prefix(store: DurableStore, name: str) -> Prefix:
     """The prefix of an id that `ls` shows, or of its beginning. Raises UsageError where none or several are."""
-    found = [prefix for prefix in store.prefixes() if prefix.key.hex().startswith(name)]
+    found = [p for p in store.prefixes() if (p.document or p.key.hex()).startswith(name)]
     if len(found) != 1:
         raise UsageError(
             f"{len(found) or 'No'} stored prefix{'es begin' if found else ' begins'} with {name!r}.",
@@ -140,11 +150,11 @@ def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
     those whose pages are still there."""
     records = store.records_of(prefix)
     return {
-        "id": prefix.key.hex()[:12],
+        "id": prefix.document or prefix.key.hex()[:12],
         "label": prefix.label,
         "model": store.models()[prefix.model]["name"],
         "tokens": len(prefix.tokens) // 4,
-        "stored_tokens": max((r.stop for r in records), default=0),
+        "stored_tokens": min(len(prefix.tokens) // 4, max((r.stop for r in records), default=0)),
         "bytes": sum(r.num_bytes for r in records),
         "pinned": bool(prefix.pinned),
         "asked": prefix.hits + 1,
@@ -159,7 +169,11 @@ def stored_text(store: DurableStore, prefix: Prefix) -> str:
     except PackhorseError as error:
         note(f"The text is not shown: {error}")
         return ""
-    text = tokenizer.decode(list(array("I", prefix.tokens)), skip_special=False)
+    return shortened(tokenizer.decode(list(array("I", prefix.tokens)), skip_special=False))
+
+
+def shortened(text: str) -> str:
+    """How a long text begins and ends."""
     half = SHOWN_CHARS // 2
     return text if len(text) <= SHOWN_CHARS else f"{text[:half]} [...] {text[-half:]}"
 
@@ -199,7 +213,7 @@ def why(store: DurableStore, path: Path, question: str, documents: list[Path]) -
 
 def show(found: dict[str, Any]) -> None:
     """Print a document as lines for people."""
-    for prefix in found.get("prefixes", ()):
+    for prefix in (*found.get("documents", ()), *found.get("prefixes", ())):
         print(
             f"{prefix['id']}  {prefix['tokens']:>9,} tokens  {format_bytes(prefix['bytes']):>11}  "
             f"{prefix['last_used']}  {'pinned  ' if prefix['pinned'] else ''}{prefix['model']}  {prefix['label']}"
@@ -207,5 +221,5 @@ def show(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name == "damaged":
             print(f"damaged: {len(value)}")
-        elif name != "prefixes":
+        elif name not in ("documents", "prefixes"):
             print(f"{name}: {format_bytes(value) if name.endswith('bytes') else value}")

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,13 +20,15 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import InvalidRequestError, UsageError
 from packhorse.core.protocols import Steering
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, Usage
+from packhorse.engine import documents
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
 from packhorse.engine.size import Sizes
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
 from packhorse.hub.resolve import resolve
-from packhorse.text.documents import Prompt
+from packhorse.store.documents import StoredDocument
+from packhorse.text.documents import Document, Prompt
 from packhorse.text.reasoning import Think, ThoughtSplitter, may_think, opens_thought, thinking_options
 from packhorse.text.template import ChatTemplate, Message, mark_positions
 from packhorse.text.tokenizer import Detokenizer, Tokenizer, text_marks
@@ -161,6 +164,11 @@ class Session:
     def window(self) -> int:
         """Tokens one prompt and its answer may have."""
         return self.engine.window
+
+    def keep_document(self, document: Document) -> Future[StoredDocument]:
+        """Have a document that an answer has just read kept by name; needs a disk store. See documents.keep."""
+        reading = documents.read_as_prompt(document, self.tokenizer, self.template, self._options)
+        return documents.keep(self.engine, document, reading)
 
     def flush(self) -> None:
         """Wait until what is to be kept for later processes is on disk."""

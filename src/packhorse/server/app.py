@@ -27,6 +27,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     schema.ChatRequest,
     schema.CompletionRequest,
     schema.TokenizeRequest,
+    schema.DocumentRequest,
 )
 _REF = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -96,6 +97,24 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         window = service.session.window
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window}, headers=headers)
 
+    @post("/v1/documents", schema.DocumentRequest, schema.DocumentBody, stream=True)
+    async def add_document(request: Request) -> Response:
+        return await service.documents.ingest(request)
+
+    @app.get("/v1/documents", response_model=schema.DocumentList, responses=_only(400, 401, 403, 503))
+    async def list_documents(request: Request) -> Response:
+        return JSONResponse(await service.documents.listing(request.state.call))
+
+    one = "/v1/documents/{name}"
+
+    @app.get(one, response_model=schema.DocumentBody, responses=_only(400, 401, 403, 404, 503))
+    async def show_document(request: Request, name: str) -> Response:
+        return JSONResponse(await service.documents.show(request.state.call, name))
+
+    @app.delete(one, response_model=schema.DeletedDocument, responses=_only(400, 401, 403, 404, 503))
+    async def delete_document(request: Request, name: str) -> Response:
+        return JSONResponse(await service.documents.delete(request.state.call, name))
+
 
 def _posting(app: FastAPI) -> Callable[..., Callable[..., Any]]:
     """app.post for routes that read their body themselves, with the body in the OpenAPI document."""
@@ -147,7 +166,7 @@ def _add_cors(app: FastAPI, config: ServerConfig) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["authorization", "content-type"],
             expose_headers=["x-request-id", "x-packhorse-ignored"],
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from email import message_from_bytes
+from email.message import Message
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -27,13 +29,14 @@ async def read_json(request: Request, limit: int, timeout: float) -> dict[str, A
         raise ApiError(
             415, "content_type", f"The content type is {kind!r}; send application/json.", param="content-type"
         )
-    body = await _read(request, limit, timeout)
+    body = await read_body(request, limit, timeout)
     if len(body) > IN_LOOP_BYTES:
         return await asyncio.to_thread(parse_json, body)
     return parse_json(body)
 
 
-async def _read(request: Request, limit: int, timeout: float) -> bytes:
+async def read_body(request: Request, limit: int, timeout: float) -> bytes:
+    """The body as it is. Raises ApiError: 413 above `limit` bytes, 408 after `timeout` seconds."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -85,6 +88,33 @@ def parse_json(body: bytes) -> dict[str, Any]:
         except RecursionError as error:
             raise _not_json("it is nested too deep") from error
     return document
+
+
+def parse_form(body: bytes, content_type: str) -> dict[str, str | tuple[str, bytes]]:
+    """The fields of a multipart/form-data body by name; those that are files as their name and bytes.
+
+    Raises ApiError for a body without parts or a part without a name, and for a field given twice.
+    """
+    head = Message()
+    head["content-type"] = content_type
+    boundary = str(head.get_param("boundary") or "").encode()
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary)
+    if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
+        raise ApiError(400, "invalid_form", "The body is no multipart/form-data: a boundary is missing.")
+    fields: dict[str, str | tuple[str, bytes]] = {}
+    for part in parts[1:-1]:
+        headers, _, data = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+        about = message_from_bytes(headers)
+        name = about.get_param("name", header="content-disposition")
+        if not isinstance(name, str) or name in fields:
+            problem = "has no name" if name is None else f"is given twice: {str(name)[:80]!r}"
+            raise ApiError(400, "invalid_form", f"A part of the form {problem}.")
+        file = about.get_filename()
+        if file is not None:
+            fields[name] = (file, data)
+        else:
+            fields[name] = data.decode("utf-8", "replace")
+    return fields
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class ServerConfig:
     """Requests that may wait beside those that run; more get 429."""
     body_limit: int = 8 * MIB
     """Bytes of a request's body at most."""
+    document_limit: int = 64 * MIB
+    """The same where it brings a document to POST /v1/documents."""
     body_timeout: float = 60.0
     """Seconds in which a body must arrive."""
     header_timeout: float = 15.0
@@ -70,7 +72,16 @@ class ServerConfig:
             raise UsageError(f"The port is {self.port}.", hint="Give one from 0 to 65535.")
         if self.queue < 0:
             raise UsageError(f"queue is {self.queue}.", hint="Give 0 or more.")
-        for name in ("body_limit", "body_timeout", "header_timeout", "keep_alive", "stall", "grace"):
+        positive = (
+            "body_limit",
+            "document_limit",
+            "body_timeout",
+            "header_timeout",
+            "keep_alive",
+            "stall",
+            "grace",
+        )
+        for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} is {getattr(self, name)}.", hint="Give a number above 0.")
         if self.host not in LOOPBACK and self.api_key_file is None:
@@ -124,8 +135,9 @@ def load_config(
             merged[name] = parse_bytes(merged[name])
     if merged.get("store") is not None:
         merged["store"] = base / merged["store"]
-    if isinstance(server_fields.get("body_limit"), str):
-        server_fields["body_limit"] = parse_bytes(server_fields["body_limit"])
+    for name in ("body_limit", "document_limit"):
+        if isinstance(server_fields.get(name), str):
+            server_fields[name] = parse_bytes(server_fields[name])
     if "cors" in server_fields:
         server_fields["cors"] = tuple(server_fields["cors"])
     _check_defaults(own)

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 
 from packhorse.core.errors import (
     CancelledRequestError,
+    DocumentError,
     PackhorseError,
     PromptTooLongError,
     TokenizerError,
@@ -89,6 +90,8 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TokenizerError):
         # The template was stopped over these messages: the caller's text, or the template, is at fault.
         return ApiError(400, error.kind, message, param="messages")
+    if isinstance(error, DocumentError):
+        return ApiError(400, error.kind, message, param="file")
     if isinstance(error, PackhorseError):
         status = 400 if error.exit_code == 3 else 500
         return ApiError(status, error.kind, message)

@@ -21,7 +21,8 @@ from packhorse.server.metrics import Metrics
 from packhorse.server.stream import BrokenAnswerError
 
 OPEN_PATHS = {"/health"}
-WORK_PATHS = {"/v1/chat/completions", "/v1/completions"}
+WORK_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/documents"}
+DOCUMENT_PATH = "/v1/documents/"
 
 
 @dataclass(eq=False)
@@ -128,7 +129,7 @@ class Gate:
                 401, "invalid_api_key", f"The bearer key {problem}.", headers={"www-authenticate": "Bearer"}
             )
         call.key = key
-        if call.path not in WORK_PATHS:
+        if call.path not in WORK_PATHS or call.method == "GET":
             return None
         if key.concurrent is not None and key.active >= key.concurrent:
             raise ApiError(
@@ -153,6 +154,8 @@ class Gate:
 
     def _count(self, call: Call) -> None:
         path = call.path if call.status != 404 else "other"
+        if path.startswith(DOCUMENT_PATH):
+            path = DOCUMENT_PATH + "{id}"
         self.metrics.requests.labels(path, str(call.status or 0)).inc()
         if call.code is not None:
             self.metrics.errors.labels(call.code).inc()

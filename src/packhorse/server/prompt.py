@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse.core.errors import InvalidRequestError, PromptTooLongError, UsageError
 from packhorse.core.types import Request, SamplingParams
+from packhorse.engine.documents import Reading, read_as_prompt
+from packhorse.server.attach import Find, attach
 from packhorse.server.config import ModelConfig
 from packhorse.server.errors import ApiError, bad_field
 from packhorse.server.guide import Grammars, Guide, call_grammar, json_grammar
 from packhorse.server.schema import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from packhorse.text import tools as tool_text
+from packhorse.text.documents import Document
 from packhorse.text.reasoning import Think, opens_thought, thinking_options
 from packhorse.text.template import ChatTemplate, mark_positions
 from packhorse.text.tokenizer import text_marks
@@ -58,8 +61,9 @@ class Preparer:
         self.grammars = Grammars(session.tokenizer, facts.vocab_size, facts.eos_ids)
         self.window = session.window
 
-    def chat(self, asked: ChatRequest, request_id: str) -> Prepared:
-        """Raises ApiError and InvalidRequestError, naming a field, and PromptTooLongError."""
+    def chat(self, asked: ChatRequest, request_id: str, find: Find) -> Prepared:
+        """find: the caller's documents. Raises ApiError and InvalidRequestError, naming a field, and
+        PromptTooLongError."""
         template = self._template()
         options = self._options(asked, template)
         tools = self._tools(asked)
@@ -69,7 +73,7 @@ class Preparer:
         wanted = asked.max_completion_tokens or asked.max_tokens
         if asked.max_tokens == 0:
             raise bad_field("max_tokens", "max_tokens is 0.", "A chat answer needs at least 1.")
-        plain = [_plain(m) for m in asked.messages]
+        plain = attach([_plain(m) for m in asked.messages], find)[0]
         try:
             messages, folded = fold(template, plain, options)
             ids, marks = self._encode(template, messages, options)
@@ -86,6 +90,21 @@ class Preparer:
         guide = self._guide_maker(asked, template, tools, inside)
         group = self._group(request_id, ids, marks, params, asked.n or 1, guide)
         return Prepared([group], inside=inside, tools=tuple(tools), report=report)
+
+    def document(self, document: Document, request_id: str, tenant: str) -> tuple[Request, Reading]:
+        """The request that reads a document, and no more. Raises what the template raises, PromptTooLongError."""
+        reading = read_as_prompt(document, self.tokenizer, self.session.template, self.defaults.options)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        request = Request(
+            f"{request_id}-document",
+            reading.token_ids,
+            params,
+            reading.marks,
+            tenant=tenant,
+            label=document.name,
+        )
+        self.session.engine.check(request)
+        return request, reading
 
     def completion(self, asked: CompletionRequest, request_id: str) -> Prepared:
         """Raises ApiError and InvalidRequestError, naming a field, and PromptTooLongError."""
@@ -113,8 +132,8 @@ class Preparer:
             )
         return Prepared(groups, texts=tuple(texts), is_chat=False)
 
-    def tokenize(self, asked: TokenizeRequest) -> list[int]:
-        """Token ids of a text or a chat."""
+    def tokenize(self, asked: TokenizeRequest, find: Find) -> list[int]:
+        """Token ids of a text or a chat. find: see `chat`."""
         if (asked.prompt is None) == (asked.messages is None):
             raise bad_field("prompt", "Give one of prompt and messages.")
         if asked.prompt is not None:
@@ -123,7 +142,8 @@ class Preparer:
         options: dict[str, Any] = dict(self.defaults.options)
         if asked.tools:
             options["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
-        messages, _ = fold(template, [_plain(m) for m in asked.messages or ()], options)
+        plain, _, _ = attach([_plain(m) for m in asked.messages or ()], find)
+        messages, _ = fold(template, plain, options)
         return self.tokenizer.encode(template.render(messages, **options), special=False)
 
     def _template(self) -> ChatTemplate:

@@ -182,6 +182,25 @@ class TokenizeRequest(_Strict):
     add_special_tokens: bool | None = None
 
 
+class ExpiresAfter(_Strict):
+    """When a document is to be forgotten."""
+
+    anchor: Literal["created_at"] | None = None
+    seconds: int = Field(ge=1, le=2**31 - 1)
+
+
+class DocumentRequest(_Strict):
+    """POST /v1/documents: `text`, or `file_data`, a .txt, .md or .pdf file in base64. pin: never evicted."""
+
+    name: str | None = Field(None, max_length=1000)
+    text: str | None = None
+    file_data: str | None = None
+    pin: bool | None = None
+    expires_after: ExpiresAfter | None = None
+    stream: bool | None = None
+    model: str | None = None
+
+
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -266,6 +285,39 @@ class Tokens(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+
+
+class DocumentBody(BaseModel):
+    """A document of the store. tokens: of its text in a prompt. pages: of the source. bytes: of its KV pages and
+    states by tier (device, host, disk). page_map: first character and end of each page in the text."""
+
+    id: str
+    object: Literal["document"]
+    name: str
+    created_at: int
+    expires_at: int | None
+    tokens: int
+    pages: int
+    empty_pages: list[int]
+    pinned: bool
+    bytes: dict[str, int]
+    page_map: list[dict[str, int]] | None = None
+
+
+class DocumentList(BaseModel):
+    """Answer of GET /v1/documents, the last used first."""
+
+    object: Literal["list"]
+    data: list[DocumentBody]
+
+
+class DeletedDocument(BaseModel):
+    """Answer of DELETE /v1/documents/{id}. freed_bytes: on disk."""
+
+    id: str
+    object: Literal["document.deleted"]
+    deleted: bool
+    freed_bytes: int
 
 
 class ModelBody(BaseModel):

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from packhorse.core.units import ceil_div
 from packhorse.server.body import read_json
 from packhorse.server.config import SAMPLING, ModelConfig, ServerConfig
+from packhorse.server.documents import Documents
 from packhorse.server.errors import ApiError
 from packhorse.server.gate import Call
 from packhorse.server.keys import Keyring
@@ -51,6 +52,7 @@ class Service:
         self.metrics = Metrics(lambda: worker)
         self.created = int(time.time())
         self._preparer: Preparer | None = None
+        self.documents = Documents(self)
         self._threads = ThreadPoolExecutor(PREPARING, thread_name_prefix="prepare")
 
     @property
@@ -109,6 +111,11 @@ class Service:
             "process_resident_bytes": psutil.Process().memory_info().rss,
         }
 
+    def tenant(self, call: Call) -> str:
+        """Whose chains and documents a call may go on from."""
+        key = call.key
+        return "" if key is None or self.config.shared_store else key.digest.hex()
+
     def check_model(self, name: str) -> None:
         """Raises ApiError where it is another model."""
         if name not in (self.name, self.model):
@@ -122,7 +129,12 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         asked, call = await self._read(request, ChatRequest)
-        return self._answer(asked, call, self.preparer.chat, want_logprobs=bool(asked.logprobs))
+        preparer, find = self.preparer, self.documents.finder(call)
+
+        def prepare(asked: ChatRequest, request_id: str) -> Prepared:
+            return preparer.chat(asked, request_id, find)
+
+        return self._answer(asked, call, prepare, want_logprobs=bool(asked.logprobs))
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -142,7 +154,8 @@ class Service:
         asked, ignored = validate(TokenizeRequest, document)
         if asked.model is not None:
             self.check_model(asked.model)
-        return await self.prepare(self.preparer.tokenize, asked), _ignored_header(ignored)
+        find = self.documents.finder(request.state.call)
+        return await self.prepare(self.preparer.tokenize, asked, find), ignored_header(ignored)
 
     async def prepare(self, prepare: Callable[..., T], *args: Any) -> T:
         """Call it in a thread: a long prompt takes seconds to render and to encode."""
@@ -188,7 +201,7 @@ class Service:
             keep_alive=self.config.keep_alive,
             stall=self.config.stall,
             on_close=answer.close,
-            headers=_ignored_header(call.more["ignored"] or []),
+            headers=ignored_header(call.more["ignored"] or []),
         )
 
 
@@ -207,8 +220,7 @@ class _Answer:
         asked, service = self.asked, self.service
         prepared = await service.prepare(prepare, asked, self.call.id)
         service.check_room(sum(len(group) for group in prepared.groups))
-        key = self.call.key
-        tenant = "" if key is None or service.config.shared_store else key.digest.hex()
+        tenant = service.tenant(self.call)
         store = asked.store is not False
         groups = [[replace(r, tenant=tenant, store=store) for r in group] for group in prepared.groups]
         job = Job(groups, read_on=asked.on_disconnect == "read_on")
@@ -256,7 +268,7 @@ class _Answer:
         call.more |= {"finish": reply.finishes, "device_kv_bytes": pages * page_bytes(store)}
 
 
-def _ignored_header(names: list[str]) -> dict[str, str]:
+def ignored_header(names: list[str]) -> dict[str, str]:
     """The fields that were ignored, as a header: what no header can carry, blanks at its ends too, is a ?."""
     plain = ["".join(c if "!" <= c <= "~" else "?" for c in name)[:64] or "?" for name in names[:32]]
     return {"x-packhorse-ignored": ", ".join(plain)} if plain else {}

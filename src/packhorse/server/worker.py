@@ -3,6 +3,7 @@
     event loop                         engine thread
     submit(job) --> commands ------->  engine.add
     leave(job)  -->                    engine.cancel, or read on where the job asked for that
+    call(f)     -->                    f(engine)
     job.events  <-- one call a step -- engine.step
 
 An engine is not thread-safe, so no other thread touches it. What others may know of it is in `Snapshot`,
@@ -20,9 +21,10 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from packhorse.core.errors import PackhorseError
 from packhorse.core.types import Event, FinishReason, Request, Usage
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from packhorse.engine.engine import Engine
     from packhorse.engine.session import Session
     from packhorse.store.kv import StoreStats
+
+T = TypeVar("T")
 
 DEGRADED_S = 600.0
 """How long health remembers a failed step."""
@@ -98,6 +102,22 @@ class Job:
         return sum(len(group) for group in self.groups)
 
 
+@dataclass(eq=False)
+class _Call:
+    """Something else that the engine's thread shall do."""
+
+    function: Callable[[Engine], Any]
+    result: Future[Any] = field(default_factory=Future)
+
+    def run(self, engine: Engine) -> None:
+        if not self.result.set_running_or_notify_cancel():
+            return
+        try:
+            self.result.set_result(self.function(engine))
+        except Exception as error:
+            self.result.set_exception(error)
+
+
 class Worker:
     """Loads a model in a thread of its own and serves jobs with it.
 
@@ -119,7 +139,7 @@ class Worker:
         self._open_session = open_session
         self._on_end = on_end
         self._health = Health(Status.LOADING, "the model is being loaded")
-        self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[str, Job | _Call | None]] = queue.SimpleQueue()
         # A job that is queued after the last look at the queue would wait for ever.
         self._closing = threading.Lock()
         self._closed = False
@@ -185,6 +205,18 @@ class Worker:
             self.leave(job)
             raise
 
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """What a function of the engine gives that is called in the engine's thread, between two steps.
+
+        Raises what it raises, and StoppedError.
+        """
+        call = _Call(function)
+        with self._closing:
+            if self._closed:
+                raise StoppedError("The engine has stopped.", hint="See /health.")
+            self._commands.put(("call", call))
+        return cast(T, await asyncio.wrap_future(call.result))
+
     def leave(self, job: Job) -> None:
         """Nobody waits for the job any more. Its requests end within one step; nothing happens to those that
         have ended."""
@@ -240,7 +272,9 @@ class Worker:
             block = False
             if name == "stop" or job is None:
                 return False
-            if name == "add":
+            if isinstance(job, _Call):
+                job.run(self._engine)
+            elif name == "add":
                 self._begin(job)
             else:
                 self._drop(job)
@@ -371,7 +405,9 @@ class Worker:
             self._closed = True
         while not self._commands.empty():
             name, job = self._commands.get()
-            if name == "add" and job is not None:
+            if isinstance(job, _Call) and job.result.set_running_or_notify_cancel():
+                job.result.set_exception(error)
+            elif name == "add" and job is not None:
                 self._call(self._refused, job, error)
 
     def _publish(self) -> None:

@@ -41,14 +41,14 @@ from packhorse.core.units import GIB, MIB, format_bytes, round_up
 from packhorse.store.prefix import chain_value
 from packhorse.store.records import BLOCK, Image, Kind, Record, UnreadableError, anonymous, walk
 
-LAYOUT = 1
+LAYOUT = 2
 """Of folder, index and files. A store of an older one is emptied, one of a newer one is refused."""
 RESERVE = GIB
 """Bytes of the file system that are left free whatever the quota says."""
 MIN_QUOTA = 16 * MIB
 """The index and its log may take some MiB of the quota."""
 PREFIX_SHARE = 50
-"""The token ids of prefixes, which are for people alone, take at most this part of the quota."""
+"""The token ids of prefixes, and documents, take at most this part of the quota."""
 STEPS = (
     "opened", "written", "synced", "renamed", "folder synced", "committed", "row deleted", "file deleted",
 )  # fmt: skip
@@ -64,15 +64,22 @@ CREATE TABLE records (
     id INTEGER PRIMARY KEY, model INTEGER NOT NULL, kind TEXT NOT NULL, parent BLOB NOT NULL, key BLOB NOT NULL,
     start INTEGER NOT NULL, stop INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL,
     file TEXT NOT NULL UNIQUE, crc INTEGER NOT NULL, used INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (kind, parent, key)
+    created REAL NOT NULL, UNIQUE (kind, parent, key)
 );
 CREATE INDEX by_use ON records (pinned, used, stop);
 CREATE TABLE prefixes (
     id INTEGER PRIMARY KEY, model INTEGER NOT NULL, root BLOB NOT NULL, key BLOB NOT NULL UNIQUE,
     tokens BLOB NOT NULL, label TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL,
-    pinned INTEGER NOT NULL DEFAULT 0
+    pinned INTEGER NOT NULL DEFAULT 0, lifetime REAL
+);
+CREATE TABLE documents (
+    prefix INTEGER PRIMARY KEY REFERENCES prefixes (id) ON DELETE CASCADE, id TEXT NOT NULL UNIQUE,
+    owner BLOB NOT NULL, text BLOB NOT NULL, pages TEXT NOT NULL
 );
 """
+_JOINED = "LEFT JOIN documents ON documents.prefix = prefixes.id"
+TEXTS = "length(tokens) + ifnull(length(text) + length(pages), 0)"
+"""Bytes that a prefix, and its document, take of the index."""
 _COLUMNS = "kind, parent, key, start, stop, tokens, bytes, id, model, file, crc"
 
 
@@ -83,7 +90,7 @@ class FileSystem:
         """A step of STEPS is done."""
 
     def now(self) -> float:
-        """Seconds of the wall clock: for people; no decision depends on it."""
+        """Seconds of the wall clock: for people, and for what is to be forgotten with age."""
         return time.time()
 
     def write(self, fd: int, data: memoryview) -> int:
@@ -117,7 +124,8 @@ class DiskRecord(Record):
 @dataclass(frozen=True)
 class Prefix:
     """What somebody once asked: a chain of records with a name. tokens: encoded ids. created, used: seconds.
-    pinned: 0 or 1."""
+    pinned: 0 or 1. lifetime: seconds from `created` on after which it is forgotten, None for ever. document: the
+    id of the document (store/documents.py) that it is the reading of, None where it is of none."""
 
     id: int
     model: int
@@ -129,16 +137,25 @@ class Prefix:
     used: float
     hits: int
     pinned: int
+    lifetime: float | None
+    document: str | None
 
 
 class DurableStore:
     """A folder of records within a quota. `counters` only grow; `trouble` says what is wrong now, if it is.
 
-    Closed by `close`; until then the folder is locked against processes that would sweep it.
+    max_age: seconds after which what was written is deleted, None for never. Closed by `close`; until then the
+    folder is locked against processes that would sweep it.
     """
 
     def __init__(
-        self, folder: Path, *, quota: int, reserve: int = RESERVE, files: FileSystem | None = None
+        self,
+        folder: Path,
+        *,
+        quota: int,
+        reserve: int = RESERVE,
+        max_age: float | None = None,
+        files: FileSystem | None = None,
     ) -> None:
         """Open a store, or make one.
 
@@ -153,6 +170,7 @@ class DurableStore:
         self.folder = folder
         self.quota = quota
         self.reserve = reserve
+        self.max_age = max_age
         self.files = files or FileSystem()
         self.counters: Counter[str] = Counter()
         self.trouble = ""
@@ -168,6 +186,7 @@ class DurableStore:
                 self._sweep()
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
             self._write("the quota", self._evict_to, self.quota)
+            self.expire()
         except OSError as error:
             self.close()
             raise RefusedError(
@@ -251,7 +270,7 @@ class DurableStore:
     def add_model(self, identity: bytes, about: Mapping[str, Any]) -> int:
         """The number of a model, a new one where the identity is new. about: for people, JSON-ready."""
         text = json.dumps(about)
-        with self._transaction() as write:
+        with self.transaction() as write:
             write.execute("INSERT OR IGNORE INTO models (identity, about) VALUES (?, ?)", (identity, text))
             number = int(write.execute("SELECT id FROM models WHERE identity = ?", (identity,)).fetchone()[0])
         (self.folder / "models" / str(number)).mkdir(mode=0o700, exist_ok=True)
@@ -326,13 +345,13 @@ class DurableStore:
 
     def _insert(self, model: int, written: Sequence[tuple[Image, str, int]]) -> set[str]:
         """Rows for files that are durable; the names of those that got one."""
-        with self._transaction() as write:
-            used = self._next_use()
+        with self.transaction() as write:
+            used, now = self._next_use(), self.files.now()
             for image, name, crc in written:
-                values = (*_fields(image.record), model, name, crc, used)
+                values = (*_fields(image.record), model, name, crc, used, now)
                 write.execute(
                     "INSERT OR IGNORE INTO records (kind, parent, key, start, stop, tokens, bytes, model, file,"
-                    " crc, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    " crc, used, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     values,
                 )
             names = [name for _, name, _ in written]
@@ -346,7 +365,7 @@ class DurableStore:
         self._write("a use", self._touch, records)
 
     def _touch(self, records: Sequence[Record]) -> None:
-        with self._transaction() as write:
+        with self.transaction() as write:
             used = self._next_use()
             for record in records:
                 write.execute(
@@ -370,10 +389,11 @@ class DurableStore:
 
     def _note_prefix(self, model: int, root: bytes, key: bytes, tokens: bytes, label: str) -> None:
         now = self.files.now()
-        with self._transaction() as write:
+        with self.transaction() as write:
             write.execute(
                 "DELETE FROM prefixes WHERE root = ? AND NOT pinned AND length(tokens) < ?"
-                " AND tokens = substr(?, 1, length(tokens)) AND label IN ('', ?)",
+                " AND tokens = substr(?, 1, length(tokens)) AND label IN ('', ?)"
+                " AND id NOT IN (SELECT prefix FROM documents)",
                 (root, len(tokens), tokens, label),
             )
             write.execute(
@@ -381,11 +401,36 @@ class DurableStore:
                 " VALUES (?, ?, ?, ?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET used = ?, hits = hits + 1",
                 (model, root, key, tokens, label, now, now, now),
             )
-            write.execute(
-                "DELETE FROM prefixes WHERE NOT pinned AND id IN (SELECT id FROM (SELECT id,"
-                " sum(length(tokens)) OVER (ORDER BY used DESC, id DESC) AS total FROM prefixes) WHERE total > ?)",
-                (self.quota // PREFIX_SHARE,),
-            )
+            self.trim_prefixes(write)
+
+    def trim_prefixes(self, write: sqlite3.Connection) -> None:
+        """Delete the prefixes, and documents, that go beyond their share of the quota, the least recently used
+        first. Inside a transaction."""
+        write.execute(
+            f"DELETE FROM prefixes WHERE NOT pinned AND id IN (SELECT id FROM (SELECT prefixes.id AS id, sum({TEXTS})"
+            f" OVER (ORDER BY used DESC, prefixes.id DESC) AS total FROM prefixes {_JOINED}) WHERE total > ?)",
+            (self.quota // PREFIX_SHARE,),
+        )
+
+    def expire(self) -> None:
+        """Delete what is older than `max_age`, and prefixes and documents whose own lifetime is over, pinned or not.
+        A clock that goes back keeps nothing longer than that from then on."""
+        self._write("expiry", self._expire)
+
+    def _expire(self) -> None:
+        now = self.files.now()
+        oldest = -1.0 if self.max_age is None else now - self.max_age
+        with self.transaction() as write:
+            for table in ("records", "prefixes"):
+                write.execute(f"UPDATE {table} SET created = ?1 WHERE created > ?1", (now,))
+            write.execute("DELETE FROM prefixes WHERE created < ?", (oldest,))
+            query = "SELECT id, model, file FROM records WHERE created < ?"
+            doomed = write.execute(query, (oldest,)).fetchall()
+        self._delete(doomed)
+        self.counters["expired_records"] += len(doomed)
+        for prefix in self.prefixes("created + lifetime <= ?", (now,)):
+            self.remove(prefix)
+            self.counters["expired_documents"] += 1
 
     # For people.
 
@@ -394,17 +439,25 @@ class DurableStore:
         rows = self._reader.execute("SELECT id, identity, about FROM models").fetchall()
         return {number: {"identity": identity.hex(), **json.loads(about)} for number, identity, about in rows}
 
-    def prefixes(self) -> list[Prefix]:
-        """All prefixes, the last used first."""
+    def prefixes(self, where: str = "1", values: Sequence[Any] = ()) -> list[Prefix]:
+        """All prefixes, documents too, or those that a condition of SQL holds for, the last used first."""
         query = (
-            "SELECT id, model, root, key, tokens, label, created, used, hits, pinned FROM prefixes"
-            " ORDER BY used DESC, id DESC"
+            "SELECT prefixes.id, model, root, key, tokens, label, created, used, hits, pinned, lifetime, documents.id"
+            f" FROM prefixes {_JOINED} WHERE {where} ORDER BY used DESC, prefixes.id DESC"
         )
-        return [Prefix(*row) for row in self._reader.execute(query)]
+        return [Prefix(*row) for row in self._reader.execute(query, values)]
+
+    def query(self, text: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of the index, for reading."""
+        return self._reader.execute(text, values).fetchall()
+
+    def page_bytes(self, model: int) -> int:
+        """Of a page's encoded tokens."""
+        return _TOKEN_BYTES * int(self.models()[model]["page_len"])
 
     def records_of(self, prefix: Prefix) -> list[DiskRecord]:
         """What a prefix needs, as far as it is there: pages and states."""
-        page_bytes = _TOKEN_BYTES * int(self.models()[prefix.model]["page_len"])
+        page_bytes = self.page_bytes(prefix.model)
         chain = partial(chain_value, self.secret)
         num_pages = len(prefix.tokens) // page_bytes
         walked = walk([self], prefix.root, prefix.tokens, num_pages, page_bytes, chain)
@@ -413,19 +466,27 @@ class DurableStore:
 
     def set_pinned(self, prefix: Prefix, pinned: bool) -> None:
         """Keep what a prefix needs from eviction, or not any more."""
-        others = [p for p in self.prefixes() if p.pinned and p.id != prefix.id]
+        others = self.prefixes("pinned AND prefixes.id != ?", (prefix.id,))
         held = {record.id for p in [*others, *[prefix] * pinned] for record in self.records_of(p)}
-        with self._transaction() as write:
+        with self.transaction() as write:
             write.execute("UPDATE prefixes SET pinned = ? WHERE id = ?", (pinned, prefix.id))
             write.execute("UPDATE records SET pinned = 0")
             write.executemany("UPDATE records SET pinned = 1 WHERE id = ?", [(number,) for number in held])
 
     def remove(self, prefix: Prefix) -> int:
-        """Forget a prefix and what no other needs; bytes that are free now."""
-        needed = {r.id for p in self.prefixes() if p.id != prefix.id for r in self.records_of(p)}
-        doomed = [r for r in self.records_of(prefix) if r.id not in needed]
-        with self._transaction() as write:
-            write.execute("DELETE FROM prefixes WHERE id = ?", (prefix.id,))
+        """Forget a prefix and what no other needs; bytes that are free now. With a document goes what was asked
+        about it, unless pinned: it holds the document's text."""
+        gone = {prefix.id}
+        page_bytes = self.page_bytes(prefix.model)
+        text = prefix.tokens[: len(prefix.tokens) // page_bytes * page_bytes]
+        if prefix.document and text:
+            about = self.prefixes("root = ? AND NOT pinned AND documents.id IS NULL", (prefix.root,))
+            gone |= {p.id for p in about if p.tokens.startswith(text)}
+        found = {p: self.records_of(p) for p in self.prefixes()}
+        needed = {r.id for p, records in found.items() if p.id not in gone for r in records}
+        doomed = {r for p, records in found.items() if p.id in gone for r in records if r.id not in needed}
+        with self.transaction() as write:
+            write.executemany("DELETE FROM prefixes WHERE id = ?", [(number,) for number in gone])
         self._delete([(r.id, r.model, r.file) for r in doomed])
         return sum(r.num_bytes for r in doomed)
 
@@ -438,8 +499,9 @@ class DurableStore:
                 yield self._path(record.model, record.file), error.reason
 
     def usage(self) -> dict[str, int]:
-        """Records, their bytes on disk, and the index's bytes."""
-        return {"records": self._sum("1"), "bytes": self._held(), "index_bytes": self._index_bytes()}
+        """Records, their bytes on disk, the index's bytes, and documents."""
+        held = {"records": self._sum("1"), "bytes": self._held(), "index_bytes": self._index_bytes()}
+        return {**held, "num_documents": self._sum("1", of="documents")}
 
     # Inside.
 
@@ -494,10 +556,10 @@ class DurableStore:
         try:
             layout = self._connect(path)
             if alone:
-                self._writer.execute("SELECT count(file) FROM records").fetchone()
+                self._writer.execute("SELECT model, file FROM records").fetchall()  # what the sweep reads
         except sqlite3.OperationalError as error:
             raise OSError(errno.EIO, f"the index: {error}") from error
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):  # its complaint may quote the damage
             layout = -1
         if layout == LAYOUT:
             return
@@ -526,7 +588,7 @@ class DurableStore:
         self._reader = _connection(path)
         if self._writer.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise OSError(errno.ENOLCK, "its file system cannot share memory between processes")
-        with self._transaction() as write:
+        with self.transaction() as write:
             if not write.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 for statement in _SCHEMA.split(";"):
                     write.execute(statement)
@@ -561,7 +623,7 @@ class DurableStore:
             self.counters["evicted_records"] += len(chosen)
 
     def _delete(self, rows: Sequence[tuple[int, int, str]]) -> None:
-        with self._transaction() as write:
+        with self.transaction() as write:
             write.executemany("DELETE FROM records WHERE id = ?", [(number,) for number, _, _ in rows])
         self.files.reached("row deleted")
         for _, model, file in rows:
@@ -573,10 +635,10 @@ class DurableStore:
         """Bytes of all files on disk, in whole blocks."""
         return self._sum(f"(bytes + {BLOCK - 1}) / {BLOCK}") * BLOCK
 
-    def _sum(self, what: str, where: str = "1") -> int:
-        """A sum over records; 0 where the index cannot be read."""
+    def _sum(self, what: str, where: str = "1", of: str = "records") -> int:
+        """A sum over a table; 0 where the index cannot be read."""
         try:
-            query = f"SELECT total({what}) FROM records WHERE {where}"
+            query = f"SELECT total({what}) FROM {of} WHERE {where}"
             return int(self._reader.execute(query).fetchone()[0])
         except (sqlite3.Error, ValueError) as error:
             self._complain(error)
@@ -619,7 +681,7 @@ class DurableStore:
             return None
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             yield self._writer
@@ -659,6 +721,7 @@ def _connection(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
     connection.text_factory = lambda data: data.decode("utf-8", "replace")  # damage is found later
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA wal_autocheckpoint = 256")
     connection.execute("PRAGMA journal_size_limit = 1048576")
     return connection

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from packhorse.core.units import MIB, ceil_div
 from packhorse.store import transfer
@@ -36,6 +36,7 @@ from packhorse.store.records import (
 )
 from packhorse.store.tier import ComputeTier
 
+_T = TypeVar("_T")
 Shapes = dict[str, tuple[int, ...]]
 
 EXTENT_BYTES = 4 * MIB
@@ -77,7 +78,8 @@ class KeepJob:
     """A closed sequence's chain on its way to disk.
 
     root: chain value it begins at. tokens: encoded, whole pages. page_ids: held by the job until they are
-    copied. entries: those whose snapshots are wanted. label: a name for people.
+    copied. entries: those whose snapshots are wanted. label: a name for people. then: called by the writing thread
+    when it is written, or has failed to be.
     """
 
     root: bytes
@@ -85,6 +87,7 @@ class KeepJob:
     page_ids: list[int]
     entries: list[Entry]
     label: str = ""
+    then: list[Callable[[], Any]] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     next_page: int = 0
     begun: bool = False
@@ -165,7 +168,7 @@ class LowerTiers:
         self._chain = chain_value
         self._page_bytes = page_bytes
         self._release = release
-        self._model = model
+        self.model = model
         self._min_pages = ceil_div(min_tokens, geometry.page_len)
         self._page_size = geometry.codec.page_bytes * len(geometry.full_layers)
         self._extent_pages = max(1, EXTENT_BYTES // self._page_size)
@@ -408,6 +411,36 @@ class LowerTiers:
                 self.counters["failed_copies"] += 1
                 self._finish(job, written=False)
 
+    def after_writing(self, function: Callable[[], _T]) -> Future[_T]:
+        """Have the writing thread call it when all that has been closed until now is on disk, or has failed to be."""
+        assert self._writer is not None
+        future: Future[_T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        if self._jobs:
+            self._jobs[-1].then.append(call)
+        else:
+            self._flush_batch()
+            self._writer.submit(0, call)
+        return future
+
+    def bytes_of(self, root: bytes, tokens: bytes) -> dict[str, int]:
+        """What host memory and disk hold of a chain, in whole records."""
+        num_pages = len(tokens) // self._page_bytes
+        held = {}
+        for name, source in (("host", self.ram), ("disk", self.disk)):
+            if source is None:
+                continue
+            walked = walk([source], root, tokens, num_pages, self._page_bytes, self._chain)
+            records = [piece.record for piece in walked.pieces] + list(source.states(walked.keys).values())
+            held[name] = sum(record.num_bytes for record in records)
+        return held
+
     def flush(self) -> None:
         """Write everything that waits; when this returns it is durable, or has failed and was counted."""
         self.advance(1 << 62, wait=True)
@@ -487,16 +520,18 @@ class LowerTiers:
 
     def _flush_batch(self) -> None:
         if self._batch and self._writer is not None and self.disk is not None:
-            self._writer.submit(self._batched_bytes, self.disk.write, self._model, self._batch)
+            self._writer.submit(self._batched_bytes, self.disk.write, self.model, self._batch)
             self._batch = []
 
     def _finish(self, job: KeepJob, *, written: bool) -> None:
         assert self.disk is not None and self._writer is not None
         self._flush_batch()
         if written:
-            note = (self._model, job.root, job.keys[-1], job.tokens, job.label)
+            note = (self.model, job.root, job.keys[-1], job.tokens, job.label)
             self._writer.submit(0, self.disk.note_prefix, *note)
             self._writer.submit(0, self._check_found, job.root, job.tokens, len(job.page_ids))
+        for call in job.then:
+            self._writer.submit(0, call)
         self._jobs.popleft()
         self._release(job.page_ids)
 

@@ -7,6 +7,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,8 +78,14 @@ def read_document(path: Path | str) -> Document:
             hint="Check the path and its permissions.",
             path=str(path),
         ) from error
+    return parse_document(path, data)
+
+
+def parse_document(path: Path | str, data: bytes) -> Document:
+    """The document that a file's bytes are: see `read_document`. path: names it, nothing is read there."""
+    path = Path(path)
     if data.startswith(b"%PDF-") or path.suffix.lower() == ".pdf":
-        return _read_pdf(path)
+        return _read_pdf(path, data)
     text = _decode(data, path).replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
         raise DocumentError(f"The document {path} is empty.", hint="Give one with text.", path=str(path))
@@ -90,7 +97,7 @@ def compose(documents: Sequence[Document], question: str) -> Prompt:
 
     The question comes last, so that what stands before it is the same for every question and is read once.
     """
-    pieces = [f"Document {document.name}:\n\n{document.text.strip()}\n\n" for document in documents]
+    pieces = [document_text(document) for document in documents]
     asked = question.strip()
     if documents:
         asked = f"Answer this question from the document{'s' * (len(documents) > 1)} above: {asked}"
@@ -99,6 +106,11 @@ def compose(documents: Sequence[Document], question: str) -> Prompt:
         total += len(piece)
         ends.append(total)
     return Prompt("".join([*pieces, asked]), tuple(ends))
+
+
+def document_text(document: Document) -> str:
+    """A document as a prompt holds it."""
+    return f"Document {document.name}:\n\n{document.text.strip()}\n\n"
 
 
 def _decode(data: bytes, path: Path) -> str:
@@ -131,14 +143,14 @@ def _check_zero(offset: int, path: Path, unit: str) -> None:
         )
 
 
-def _read_pdf(path: Path) -> Document:
+def _read_pdf(path: Path, data: bytes) -> Document:
     from pypdf import PdfReader
 
     # pypdf reports what it mends in a file, line by line; what it cannot read it raises.
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)
     encrypted = False
     try:
-        reader = PdfReader(path)
+        reader = PdfReader(BytesIO(data))
         encrypted = reader.is_encrypted
         # Many files are encrypted with an empty password, only to forbid printing.
         if encrypted and not reader.decrypt(""):

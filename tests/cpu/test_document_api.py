@@ -1,0 +1,252 @@
+"""Documents of the API: read once, named by an id, found after a restart, and nobody else's."""
+
+import base64
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from test_documents import write_pdf
+from test_durable_server import KEYS, keyring
+
+import servers
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import DoesNotFitError
+from packhorse.core.units import MIB
+from packhorse.server.config import ServerConfig
+from packhorse.store.documents import NewDocument, add_document, find_document, owner_of, root_of
+
+TEXT = "The hut has nine mules and one warden. " * 40
+PAGES = ["The hut has nine mules. " * 30, "", "The warden is Marta. " * 30]
+
+
+def engine(folder: Path | None, **fields) -> EngineConfig:
+    return EngineConfig(context=4096, sequences=2, threads=1, exact=True, store=folder, **fields)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[key]}"}
+
+
+def ask(live: servers.Live, parts: list, **options) -> dict:
+    """The answer to a message of these parts."""
+    messages = [{"role": "user", "content": parts}]
+    body = {"model": servers.NAME, "messages": messages, "max_tokens": 4, "temperature": 0, "store": False}
+    return live.post("/v1/chat/completions", body, **options).json()
+
+
+def cached(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def by_id(name: str) -> dict:
+    return {"type": "file", "file": {"file_id": name}}
+
+
+def question(text: str = "How many mules?") -> dict:
+    return {"type": "text", "text": text}
+
+
+def test_a_document_is_read_once(tmp_path):
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        added = live.post("/v1/documents", {"name": "hut.txt", "text": TEXT}).json()
+        assert added["object"] == "document" and added["name"] == "hut.txt" and added["pages"] == 1
+        assert 1500 < added["tokens"] < 1700 and added["expires_at"] is None and added["pinned"] is False
+        assert min(added["bytes"]["device"], added["bytes"]["disk"]) > 100_000
+        assert added["bytes"]["host"] == 0
+        boundary = added["tokens"] // 64 * 64
+        first = ask(live, [by_id(added["id"]), question()])
+        assert cached(first) == boundary
+        again = live.post("/v1/documents", {"name": "hut.txt", "text": TEXT, "pin": True}).json()
+        assert again["id"] == added["id"] and again["pinned"] is True
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        [listed] = live.get("/v1/documents").json()["data"]
+        assert listed["id"] == added["id"] and listed["pinned"] is True and "page_map" not in listed
+        assert listed["bytes"]["device"] == 0 and listed["bytes"]["disk"] == added["bytes"]["disk"]
+        second = ask(live, [by_id(added["id"]), question()])
+        assert cached(second) == boundary, "a new process reads it from the disk"
+        assert second["choices"] == first["choices"]
+        typed = ask(live, [question(f"Document hut.txt:\n\n{TEXT.strip()}\n\n"), question()])
+        assert typed["choices"] == first["choices"], "it is the prompt that ask --document makes"
+        assert cached(ask(live, [{"type": "document", "source": {"type": "file", "file_id": added["id"]}},
+                                 question("Who leads them?")])) == boundary  # fmt: skip
+        deleted = live_delete(live, added["id"])
+        assert deleted["deleted"] is True and deleted["freed_bytes"] >= added["bytes"]["disk"]
+        assert live.get("/v1/documents").json()["data"] == []
+        assert list((tmp_path / "s" / "models").glob("*/*")) == [], "nothing of it stays on disk"
+        assert ask(live, [by_id(added["id"]), question()])["error"]["code"] == "document_not_found"
+
+
+def live_delete(live: servers.Live, name: str, **options) -> dict:
+    return httpx.delete(f"{live.url}/v1/documents/{name}", timeout=30, **options).json()
+
+
+def test_pdf_by_form_and_in_base64(tmp_path):
+    path = write_pdf(tmp_path / "hut.pdf", PAGES)
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        form = {"purpose": "user_data", "expires_after[anchor]": "created_at", "expires_after[seconds]": "60"}
+        sent = httpx.post(
+            live.url + "/v1/documents", files={"file": ("hut.pdf", path.read_bytes())}, data=form, timeout=60
+        )
+        assert sent.headers["x-packhorse-ignored"] == "purpose"
+        added = sent.json()
+        assert added["pages"] == 3 and added["empty_pages"] == [2]
+        assert added["expires_at"] == added["created_at"] + 60
+        shown = live.get(f"/v1/documents/{added['id']}").json()
+        ends = [(page["page"], page["end"] - page["start"]) for page in shown["page_map"]]
+        assert ends == [(1, 719), (2, 0), (3, 629)]
+        data = base64.b64encode(path.read_bytes()).decode()
+        inline = {"filename": "hut.pdf", "file_data": f"data:application/pdf;base64,{data}"}
+        boundary = added["tokens"] // 64 * 64
+        assert cached(ask(live, [{"type": "file", "file": inline}, question()])) == boundary
+        source = {"type": "base64", "media_type": "application/pdf", "data": data}
+        part = {"type": "document", "title": "hut.pdf", "source": source}
+        assert cached(ask(live, [part, question()])) == boundary
+        again = live.post("/v1/documents", {"name": "hut.pdf", "file_data": data}).json()
+        assert again["id"] == added["id"] and again["expires_at"] is None
+
+
+def test_progress_comes_as_a_stream(tmp_path):
+    config = engine(tmp_path / "s", chunk_len=512, snapshot_len=512)
+    with servers.scripted(engine=config) as live:
+        events = live.stream("/v1/documents", {"text": TEXT})
+        progress, told, done = events[:-2], events[-2], events[-1]
+        assert [e["processed"] for e in progress] == sorted({e["processed"] for e in progress})
+        assert len(progress) >= 3 and progress[0]["total"] > 1500
+        assert told["object"] == "document" and told["name"] == "document" and done == "[DONE]"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_documents_belong_to_a_key(tmp_path, shared):
+    config = ServerConfig(port=0, shared_store=shared)
+    with servers.scripted(config=config, engine=engine(tmp_path / "s"), keyring=keyring(tmp_path)) as live:
+        added = live.post("/v1/documents", {"text": TEXT}, headers=bearer("ann")).json()
+        assert live.get(f"/v1/documents/{added['id']}", headers=bearer("ann")).status_code == 200
+        status = 200 if shared else 404
+        assert live.get(f"/v1/documents/{added['id']}", headers=bearer("bob")).status_code == status
+        assert len(live.get("/v1/documents", headers=bearer("bob")).json()["data"]) == shared
+        answer = ask(live, [by_id(added["id"]), question()], headers=bearer("bob"))
+        assert (answer.get("error", {}).get("code") == "document_not_found") is not shared
+        if not shared:
+            assert (
+                live_delete(live, added["id"], headers=bearer("bob"))["error"]["code"] == "document_not_found"
+            )
+            other = live.post("/v1/documents", {"text": TEXT}, headers=bearer("bob")).json()
+            assert other["id"] != added["id"], "not even the id tells that another has it"
+            live_delete(live, other["id"], headers=bearer("bob"))
+        assert cached(ask(live, [by_id(added["id"]), question()], headers=bearer("ann"))) > 1400
+
+
+def test_short_documents_are_kept_as_text(tmp_path):
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        added = live.post("/v1/documents", {"name": "n.txt", "text": "Nine mules."}).json()
+        assert added["bytes"]["disk"] == 0 and added["tokens"] < 64
+        other = live.post("/v1/documents", {"name": "n.txt", "text": "Ten mules."}).json()
+        assert len({added["id"], other["id"]}) == 2 == len(live.get("/v1/documents").json()["data"])
+        assert ask(live, [by_id(added["id"]), question("[[Nine.]]")])["choices"][0]["message"]["content"]
+        live_delete(live, added["id"])
+        assert [d["id"] for d in live.get("/v1/documents").json()["data"]] == [other["id"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "file", "0 documents were given"),
+        ({"text": "x", "file_data": "eA=="}, "file", "2 documents were given"),
+        ({"text": "  "}, "file", "is empty"),
+        ({"file_data": "!!"}, "file_data", "is no base64"),
+        ({"name": "x.pdf", "text": "x"}, "file", "cannot be read as a PDF"),
+        ({"text": TEXT * 4}, "messages", "maximum context length is 4096"),
+        (
+            {"text": "x", "expires_after": {"seconds": 0}},
+            "expires_after.seconds",
+            "greater than or equal to 1",
+        ),
+        ({"text": "x", "model": "other"}, "model", "There is no model"),
+    ],
+)
+def test_documents_that_are_refused(refusing, body, param, words):
+    error = refusing.post("/v1/documents", body).json()["error"]
+    assert words in error["message"] and error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "file"}, "has no file"),
+        ({"type": "file", "file": {"filename": "x"}}, "file_data of a document is missing"),
+        ({"type": "file", "file": {"file_id": "doc-0"}}, "There is no document 'doc-0' of yours"),
+        ({"type": "file", "file": {"file_data": "x", "detail": "low"}}, "'detail' of a document is not supp"),
+        ({"type": "document", "source": {"type": "url", "url": "http://x"}}, "source is of type 'url'"),
+        ({"type": "document", "source": {"type": "text", "data": 3}}, "data of a document is no text"),
+        ({"type": "document", "source": {"type": "base64", "data": "AAAA"}}, "looks like a binary file"),
+    ],
+)
+def test_parts_that_are_refused(refusing, part, words):
+    answer = ask(refusing, [part, question()])
+    assert words in answer["error"]["message"], answer
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory):
+    with servers.scripted(engine=engine(tmp_path_factory.mktemp("refusing") / "s")) as live:
+        yield live
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"--b\r\n\r\nx\r\n--b--", "has no name"),
+        (b"x", "a boundary is missing"),
+        (b'--b\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\nx\r\n--b--\r\n', "'f', f is a file" ),
+    ],
+)  # fmt: skip
+def test_forms_that_are_none(refusing, body, words):
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    answer = httpx.post(refusing.url + "/v1/documents", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert words.rpartition(", ")[2] in answer.json()["error"]["message"]
+
+
+def test_web_pages_may_not_send_forms(refusing):
+    form = {"files": {"file": ("x.txt", b"x")}, "headers": {"origin": "https://evil.example"}}
+    answer = httpx.post(refusing.url + "/v1/documents", **form)
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "origin"
+
+
+def test_a_server_without_a_store(tmp_path):
+    with servers.scripted(engine=engine(None)) as live:
+        for answer in (live.post("/v1/documents", {"text": TEXT}), live.get("/v1/documents")):
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_store"
+        part = {"type": "document", "source": {"type": "text", "data": TEXT}}
+        assert ask(live, [part, question("[[Nine.]]")])["choices"][0]["message"]["content"] == "Nine"
+        assert ask(live, [by_id("doc-1"), question()])["error"]["code"] == "no_store"
+
+
+def test_what_is_pinned_is_never_evicted(tmp_path):
+    """A store with room for a few documents: the pinned one stays, others come and go, and what cannot fit is
+    refused with both numbers."""
+    with servers.scripted(engine=engine(tmp_path / "s", disk=16 * MIB)) as live:
+        pinned = live.post("/v1/documents", {"name": "a.txt", "text": TEXT, "pin": True}).json()
+        size = pinned["bytes"]["disk"]
+        others = []
+        for number in range(16 * MIB // size + 3):
+            text = f"{number}: " + "The inn has two stables. " * 60
+            others.append(live.post("/v1/documents", {"text": text}).json())
+            assert others[-1]["bytes"]["disk"] > 0
+        left = {d["id"]: d["bytes"]["disk"] for d in live.get("/v1/documents").json()["data"]}
+        assert left[pinned["id"]] == size
+        assert any(left.get(other["id"], 0) < other["bytes"]["disk"] for other in others), (
+            "something had to go"
+        )
+        disk = live.service.session.engine.store.lower.disk
+        assert disk.usage()["bytes"] + disk.usage()["index_bytes"] <= 16 * MIB * 1.01
+        share = disk.quota // 50
+        new = NewDocument(
+            root_of(disk, 1, ""), owner_of(disk, ""), "big", "é" * share, (), b"abcd" * (share // 4)
+        )
+        with pytest.raises(DoesNotFitError) as caught:
+            add_document(disk, 1, new)
+        assert caught.value.asked > caught.value.available == share
+        assert find_document(disk, None, "doc-x") is None
+        assert json.loads(live.get("/health").text)["status"] == "ready"
