@@ -14,11 +14,16 @@ from test_engine_machine import EngineMachine, drive
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle
-from engines import ask, make_engine, one_pass, run_all, tiny_model
-from packhorse.core.errors import ComputeError
+from engines import IdsAsText, ask, make_engine, one_pass, run_all, tiny_model
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import ComputeError, UsageError
 from packhorse.core.types import FinishReason, Request, SamplingParams
+from packhorse.core.units import GIB
 from packhorse.engine.engine import Engine
+from packhorse.engine.load import load_engine
+from packhorse.engine.size import size_engine
 from packhorse.engine.sweep import SweepRunner
+from packhorse.facts.read import read_model
 
 PAGE, CHUNK, SWEEP, TAIL = 64, 128, 384, 32
 # Plain mode promises a bound against one pass: sums are taken in another order.
@@ -407,6 +412,35 @@ def test_memory_is_flat_in_context():
         most[length] = peak.most
     assert most[4096] <= 1.02 * most[1024]
     assert most[1024] > 4 * 96 * CHUNK
+
+
+def test_planned_bytes_and_settings():
+    """The residuals are counted as they are taken; settings that contradict are refused."""
+    facts = read_model(oracle.shared_checkpoint("qwen3_5_moe")[1])
+    for exact in (True, False):
+        none = size_engine(facts, EngineConfig(exact=exact), "fp32", 8 * GIB)
+        sizes = size_engine(facts, EngineConfig(exact=exact, sweep_len=4096), "fp32", 8 * GIB)
+        assert (none.sweep_len, sizes.sweep_len) == (0, 4096), "nothing is streamed"
+        engine = make_engine(tiny_model("qwen3_5_moe", exact), chunk_len=1024, sweep_len=4096)
+        assert sizes.workspace_bytes - none.workspace_bytes == engine.sweeper.storage_bytes > 0
+    short = size_engine(facts, EngineConfig(context=3000, sweep_len=8192), "fp32", 8 * GIB)
+    assert short.sweep_len == 3072
+    assert size_engine(facts, EngineConfig(context=2048, sweep_len=8192), "fp32", 8 * GIB).sweep_len == 0
+    with pytest.raises(UsageError, match="sweep_len is 1000"):
+        EngineConfig(sweep_len=1000)
+    with pytest.raises(UsageError, match="max_decode_gap is 0"):
+        EngineConfig(max_decode_gap=0.0)
+
+
+def test_a_loaded_engine_sweeps_where_it_is_told_to():
+    facts = read_model(oracle.shared_checkpoint("qwen3_5")[1])
+    answers = []
+    for sweep_len in (None, 2048):
+        config = EngineConfig(context=4096, sequences=1, threads=1, sweep_len=sweep_len, chunk_len=512)
+        engine = load_engine(facts, config, IdsAsText).engine
+        answers.append(ask(engine, oracle.random_ids(2200), max_tokens=4)[0])
+    assert engine.sweeper.num_units == 4 * 4 and engine.sweeper.token_layers == 4 * 2048
+    assert answers[0] == answers[1]
 
 
 class SweepMachine(EngineMachine):

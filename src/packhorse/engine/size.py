@@ -16,6 +16,7 @@ from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageErro
 from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS
 from packhorse.core.units import MIB, ceil_div, format_bytes, round_up
+from packhorse.engine.schedule import TAIL_LEN
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
 from packhorse.plan import account
@@ -216,8 +217,9 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
 
 
 def _longest_sweep(facts: ModelFacts, config: EngineConfig) -> int:
-    """Tokens beyond which a sweep gains nothing: the window in whole chunks."""
-    return round_up(config.context or facts.context, config.chunk_len)
+    """Tokens beyond which a sweep gains nothing: the window in whole chunks. 0: no prompt is long enough."""
+    context = config.context or facts.context
+    return round_up(context, config.chunk_len) if context > TAIL_LEN else 0
 
 
 def _auto_sweep_len(facts: ModelFacts, config: EngineConfig, room: int) -> int:
