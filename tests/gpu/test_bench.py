@@ -47,7 +47,7 @@ def test_under_load():
         assert uuid in [each["uuid"] for each in listed]
     found = card.under_load(DEVICE, 0.3, looker(uuid))
     assert found["seconds"] >= 0.3 and found["products"] > 1e12
-    assert card.under_load(DEVICE, 0.0, dict)["clock_mhz_last"] is None
+    assert card.under_load(DEVICE, 0.0, dict)["clock_mhz"] is None
 
 
 MADE_UP = """

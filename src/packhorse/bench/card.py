@@ -27,6 +27,8 @@ LOAD_SIZE = 4096
 """Rows and columns of the products that load a card."""
 LOOK_S = 0.1
 """Of work between two looks at a loaded card."""
+WARM = 5
+"""Looks until clocks have risen."""
 
 
 def graph_seconds(work: Callable[[], object], rounds: int = 7) -> float:
@@ -118,21 +120,20 @@ def self_test(device: torch.device) -> str:
 
 
 def under_load(device: torch.device, seconds: float, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Dense products for so long, and what `look` (bench.nvml.state) sees meanwhile: `products` a second,
-    `clock_mhz_first` (after half a second, or a quarter of the time) and `_last`, `temperature_c`, the most `power_w`,
-    every `throttle` reason; then copies, and the `pcie_generation` and `pcie_lanes` during them."""
+    """Dense products for so long, and what `look` (bench.nvml.state) sees meanwhile: operations a second
+    (`products`), `clock_mhz_first` once it has risen, every `throttle` reason, and `clock_mhz`, `temperature_c` and
+    `power_w` at the end; then copies, and the `pcie_generation` and `pcie_lanes` during them."""
     with torch.cuda.device(device):
         a, b = (torch.randn(LOAD_SIZE, LOAD_SIZE, device=device).half() for _ in range(2))
         out = torch.empty_like(a)
         batch = max(1, int(LOOK_S / graph_seconds(partial(torch.mm, a, b, out=out))))
-        seen: list[tuple[float, dict[str, Any]]] = []
-        began, count = time.perf_counter(), 0
-        while not seen or seen[-1][0] < seconds:
+        states: list[dict[str, Any]] = []
+        began = time.perf_counter()
+        while not states or time.perf_counter() - began < seconds:
             for _ in range(batch):
                 torch.mm(a, b, out=out)
-            seen.append((time.perf_counter() - began, look()))
+            states.append(look())
             torch.cuda.synchronize(device)
-            count += batch
         elapsed = time.perf_counter() - began
         host = torch.ones(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
         part = torch.empty(HOST_BYTES, dtype=torch.uint8, device=device)
@@ -140,18 +141,13 @@ def under_load(device: torch.device, seconds: float, look: Callable[[], dict[str
             part.copy_(host, non_blocking=True)
         link = look()
         torch.cuda.synchronize(device)
-    states = [state for _, state in seen]
-    warm = next((state for at, state in seen if at >= min(0.5, seconds / 4)), states[-1])
-    return {
-        "seconds": elapsed,
-        "products": 2 * LOAD_SIZE**3 * count / elapsed,
-        "clock_mhz_first": warm.get("clock_mhz"),
-        "clock_mhz_last": states[-1].get("clock_mhz"),
-        "temperature_c": states[-1].get("temperature_c"),
-        "power_w": max((state.get("power_w") or 0 for state in states), default=0) or None,
-        "throttle": sorted({reason for state in states for reason in state.get("throttle") or ()}),
-        "pcie_generation": link.get("pcie_generation"),
-        "pcie_lanes": link.get("pcie_lanes"),
+    found: dict[str, Any] = {"seconds": elapsed, "products": 2 * LOAD_SIZE**3 * batch * len(states) / elapsed}
+    found |= {name: states[-1].get(name) for name in ("clock_mhz", "temperature_c", "power_w")}
+    found |= {name: link.get(name) for name in ("pcie_generation", "pcie_lanes")}
+    throttle = sorted({reason for state in states for reason in state.get("throttle") or ()})
+    return found | {
+        "clock_mhz_first": states[min(WARM, len(states) - 1)].get("clock_mhz"),
+        "throttle": throttle,
     }
 
 

@@ -113,17 +113,13 @@ def disk_wear(folder: Path) -> dict[str, Any]:
     number = folder.stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     if not block.exists():
-        return {
-            "unknown": "the folder lies on no drive that this system shows (a network or container file system)"
-        }
+        return {"unknown": "the folder lies on no drive that this system shows"}
     if (block / "partition").exists():
         block = block.parent
     while slaves := sorted(block.glob("slaves/*")):  # encrypted or logical volumes
         block = slaves[0].resolve()
-    found: dict[str, Any] = {
-        "device": block.name,
-        "rotational": _file(f"{block}/queue/rotational").strip() == "1",
-    }
+    turns = _file(f"{block}/queue/rotational").strip() == "1"
+    found: dict[str, Any] = {"device": block.name, "rotational": turns}
     tool = shutil.which("smartctl")
     if tool is None:
         return found | {"unknown": "smartctl is not installed"}
@@ -137,20 +133,17 @@ def disk_wear(folder: Path) -> dict[str, Any]:
 
 def smart_figures(told: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of `disk_wear` in smartctl's document."""
-    log, passed = (
-        told.get("nvme_smart_health_information_log", {}),
-        told.get("smart_status", {}).get("passed"),
-    )
+    passed, log = told.get("smart_status", {}).get("passed"), told.get("nvme_smart_health_information_log")
     if passed is None:
         messages = [line.get("string", "") for line in told.get("smartctl", {}).get("messages", [])]
         return {"unknown": f"smartctl says nothing of its health: {'; '.join(messages) or 'no reason given'}"}
     found = {"passed": passed, "temperature_c": told.get("temperature", {}).get("current")}
-    if log:
-        found |= {
-            "wear_percent": log.get("percentage_used"),
-            "written_bytes": 512_000 * log.get("data_units_written", 0),
-        }
-    return found
+    if not log:
+        return found
+    return found | {
+        "wear_percent": log["percentage_used"],
+        "written_bytes": 512_000 * log["data_units_written"],
+    }
 
 
 def measured_cards(found: list[dict[str, Any]], load_s: float) -> tuple[list[dict[str, Any]], str]:
@@ -188,14 +181,11 @@ def card_profile(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return known
     first = found[0]
     card = known.get("card") or {
-        "name": first["name"],
-        "count": sum(other["name"] == first["name"] for other in found),
-        "compute_capability": first["compute_capability"],
-        "vram_mib": first["vram_bytes"] // MIB,
-        "usable_gib": first["free_bytes"] / GIB,
-        "tflops": round(measured["load"]["products"] / 1e12, 1),
+        "name": first["name"], "count": sum(other["name"] == first["name"] for other in found),
+        "compute_capability": first["compute_capability"], "vram_mib": first["vram_bytes"] // MIB,
+        "usable_gib": first["free_bytes"] / GIB, "tflops": round(measured["load"]["products"] / 1e12, 1),
         "power_w": first.get("power_limit_w") or 0.0,
-    }
+    }  # fmt: skip
     rates = {name: round(rate / 1e9, 2) for name, rate in measured["rates"].items()}
     return {"card": {**card, "read_gb_s": rates["vram"]}, "link": {"gb_s": rates["host"]}}
 
@@ -229,12 +219,8 @@ def examine(folder: Path, load_s: float = LOAD_S) -> dict[str, Any]:
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         "installed_ram_bytes": psutil.virtual_memory().total,
         "memory_bytes_s": rates,
-        "disk": {
-            "folder": str(folder),
-            "free_bytes": int(profile["disk_gib"] * GIB),
-            "bytes_s": disk,
-            "wear": disk_wear(folder),
-        },
+        "disk": {"folder": str(folder), "free_bytes": int(profile["disk_gib"] * GIB), "bytes_s": disk,
+                 "wear": disk_wear(folder)},
         "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "wsl": "microsoft" in _file("/proc/version").lower(),
         "cards": found,
@@ -243,7 +229,7 @@ def examine(folder: Path, load_s: float = LOAD_S) -> dict[str, Any]:
         "torch": version("torch"),
         "downloads": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "profile": profile,
-    }
+    }  # fmt: skip
     document["findings"] = [asdict(finding) for finding in findings(document)]
     return document
 

@@ -38,20 +38,12 @@ def findings(seen: Mapping[str, Any]) -> Iterator[Finding]:
     if not seen["cards"]:
         yield Finding("note", f"No card was found: {seen['no_cards']}.", "Models run on the CPU.")
     elif seen["unmeasured"]:
-        yield Finding(
-            "note", f"The cards were not measured: {seen['unmeasured']}.", "Their listed rates count."
-        )
+        yield Finding("note", f"Cards were not measured: {seen['unmeasured']}.", "Their listed rates count.")
     for index, card in enumerate(seen["cards"]):
         name = f"Card {index} ({card['name']})"
         yield from _software(name, card, seen["torch"] or "")
         yield from _card(name, card, seen["profile"])
         yield from _load(name, card)
-        if (seen["numa_nodes"] or 1) > 1 and card.get("numa_node") is not None:
-            node = card["numa_node"]
-            text = (
-                f"{name} hangs on memory node {node} of {seen['numa_nodes']}; reads across nodes are slower."
-            )
-            yield Finding("note", text, f"Start with numactl --cpunodebind={node} --membind={node}.")
 
 
 def decode_rate(profile: Mapping[str, Any]) -> float | None:
@@ -84,8 +76,9 @@ def _host(seen: Mapping[str, Any]) -> Iterator[Finding]:
         text = f"There are {seen['numa_nodes']} memory nodes; reads across them are slower."
         yield Finding("note", text, "Bind the process to the card's node: numactl --cpunodebind --membind.")
     if seen["wsl"]:
-        text = "WSL2 pins about 1 GiB."
-        yield Finding("warning", text, "Experts outside the card are slower here than on Linux.")
+        yield Finding(
+            "warning", "WSL2 pins about 1 GiB.", "Experts outside the card are slower than on Linux."
+        )
 
 
 def _disk(disk: Mapping[str, Any]) -> Iterator[Finding]:
@@ -99,8 +92,8 @@ def _disk(disk: Mapping[str, Any]) -> Iterator[Finding]:
         text = f"The disk reads {slowest / 1e9:.2f} GB/s: what is kept there comes back slowly.{turns}"
         yield Finding("warning", text, "Put the cache on an SSD.")
     if "unknown" in wear:
-        yield Finding("note", f"How worn the disk is was not told: {wear['unknown']}.",
-                      "Install smartmontools and run the doctor as root to know.")  # fmt: skip
+        text = f"How worn the disk is was not told: {wear['unknown']}."
+        yield Finding("note", text, "Install smartmontools and run the doctor as root to know.")
     elif not wear["passed"]:
         yield Finding("error", f"The drive {wear['device']} fails its own health check.", "Replace it.")
     elif (wear.get("wear_percent") or 0) >= WORN_PERCENT:
@@ -131,19 +124,13 @@ def _card(name: str, card: Mapping[str, Any], profile: Mapping[str, Any]) -> Ite
     costs = cost(profile, {"link": {"gb_s": full}}) if "card" in profile else ""
     if now[1] and best[1] and now[1] < best[1]:
         text = f"{name} has {now[1]} of {best[1]} PCIe lanes.{costs}"
-        yield Finding(
-            "warning", text, "Use the slot nearest the CPU, without a riser; compare `plan --link`."
-        )
+        yield Finding("warning", text, "Use the slot nearest the CPU, without a riser.")
     elif now[0] and best[0] and now[0] < best[0]:
         text = f"{name} runs PCIe {now[0]} of {best[0]} under load.{costs}"
-        yield Finding(
-            "warning", text, "Set the slot's generation in the BIOS; risers and chipsets bound it too."
-        )
+        yield Finding("warning", text, "Set it in the BIOS; risers and chipsets bound it too.")
     elif "rates" in measured and measured["rates"]["host"] < 0.6e9 * full:
         text = f"{name} reads host memory at {measured['rates']['host'] / 1e9:.1f} GB/s; its link carries {full:.0f}."
-        yield Finding(
-            "warning", text + costs, "Look for a chipset between, a riser, or other traffic on the link."
-        )
+        yield Finding("warning", text + costs, "Look for a chipset between, a riser, or other traffic.")
     if card.get("other_processes"):
         taken = card["vram_bytes"] - card["free_bytes"]
         whole = {**profile.get("card", {}), "usable_gib": card["vram_bytes"] * 0.95 / GIB}
@@ -161,16 +148,12 @@ def _load(name: str, card: Mapping[str, Any]) -> Iterator[Finding]:
     hot = max(card.get("temperature_c") or 0, load.get("temperature_c") or 0)
     if hot >= HOT_C:
         yield Finding("warning", f"{name} is {hot} degrees hot.", "It will slow down: cool it.")
-    first, last = load.get("clock_mhz_first"), load.get("clock_mhz_last")
+    first, last = load.get("clock_mhz_first"), load.get("clock_mhz")
     if first and last and last < 0.9 * first:
         text = f"{name} falls from {first} to {last} MHz within {load['seconds']:.0f} s of load."
-        yield Finding(
-            "warning", text, "Cool it, or look at its power cap: prompts are read that much more slowly."
-        )
+        yield Finding("warning", text, "Cool it: prompts are read that much more slowly.")
     reasons = load.get("throttle", card.get("throttle") or [])
     if reasons:
         severity = "note" if reasons == ["the power cap"] else "warning"
         text = f"{name} is held back under load by {' and '.join(reasons)}."
-        yield Finding(
-            severity, text, "That is usual for the power cap alone; else see to its cooling and supply."
-        )
+        yield Finding(severity, text, "Usual for the power cap alone; else see to cooling and supply.")

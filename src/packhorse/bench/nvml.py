@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from packhorse.facts.nvml import open_nvml, processes, text
@@ -41,8 +40,6 @@ def _card(nvml: Any, handle: Any) -> dict[str, Any]:
         "pcie_max_lanes": lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
         "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
         "power_default_w": lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000,
-        "clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "numa_node": lambda: numa_node(text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         "display": lambda: bool(nvml.nvmlDeviceGetDisplayActive(handle)),
         "other_processes": lambda: sum(pid != os.getpid() for pid, _ in processes(nvml, handle)),
     }
@@ -74,16 +71,6 @@ def looker(uuid: str) -> Callable[[], dict[str, Any]]:
         return dict
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     return lambda: state(nvml, handle)
-
-
-def numa_node(bus_id: str) -> int | None:
-    """Memory node that a PCI device (00000000:01:00.0) hangs on; None where there is only one, or none is told."""
-    domain, _, rest = bus_id.lower().partition(":")
-    try:
-        node = int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def _ask(nvml: Any, looked_up: dict[str, Callable[[], Any]]) -> dict[str, Any]:

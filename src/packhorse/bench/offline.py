@@ -25,7 +25,7 @@ from packhorse.bench.doctor import memory_rates, read_rate
 from packhorse.bench.serve import percentiles
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import ComputeError, UsageError
-from packhorse.core.types import Request, SamplingParams
+from packhorse.core.types import PAGE_LEN, Request, SamplingParams
 from packhorse.core.units import MIB, round_up
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import DTYPES, Loaded, choose_dtype, load_engine, set_threads
@@ -50,6 +50,9 @@ FIFTHS = 5
 FILL_LEN = 16_384
 """Tokens of random K and V that are made; a pool repeats them."""
 DISK_BYTES = 256 * MIB
+LOST = 2 * PAGE_LEN
+"""Tokens of a prompt that was kept which are read again, and one more."""
+Rates = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -106,16 +109,12 @@ def measure(
         gc.collect()  # the engine and its pools, before the next one
         if config.device != "cpu":
             torch.cuda.empty_cache()
-    return {
-        "version": VERSION,
-        "model": {"name": facts.name, "path": str(facts.path)},
-        "settings": asdict(settings) | {name: getattr(config, name) for name in SHARED},
-        "ceilings": ceilings,
-        "loads": loads,
-    }
+    asked = asdict(settings) | {name: getattr(config, name) for name in SHARED}
+    model = {"name": facts.name, "path": str(facts.path)}
+    return {"version": VERSION, "model": model, "settings": asked, "ceilings": ceilings, "loads": loads}
 
 
-def measure_ceilings(facts: ModelFacts, config: EngineConfig) -> dict[str, float]:
+def measure_ceilings(facts: ModelFacts, config: EngineConfig) -> Rates:
     """Bytes a second that plain reads reach: `vram` or `memory`, `host` (pinned, by kernels), copies, `disk` (of the
     model's own files); operations a second of dense products: `products`."""
     hardware = probe()
@@ -123,16 +122,13 @@ def measure_ceilings(facts: ModelFacts, config: EngineConfig) -> dict[str, float
         use_arch(config.as_arch)
     device, dtype = torch.device(config.device), DTYPES[choose_dtype(config, hardware)[0]]
     set_threads(config, hardware)
-    if device.type == "cuda":
-        rates = link_rates(device)
-    else:
-        threads = torch.get_num_threads()
-        rates = {"memory": memory_rates(threads)[threads]}
+    threads, on_card = torch.get_num_threads(), device.type == "cuda"
+    rates = link_rates(device) if on_card else {"memory": memory_rates(threads)[threads]}
     files = [facts.path] if facts.path.is_file() else list(facts.path.glob("*.safetensors"))
     largest = max(files, key=lambda file: file.stat().st_size)
     rates["disk"] = read_rate(largest, DISK_BYTES, 4 * MIB)
-    rates["products"] = product_rate(device, dtype, 8192 if device.type == "cuda" else 1024)
-    if device.type == "cuda":
+    rates["products"] = product_rate(device, dtype, 8192 if on_card else 1024)
+    if on_card:
         torch.cuda.empty_cache()
     return rates
 
@@ -140,29 +136,25 @@ def measure_ceilings(facts: ModelFacts, config: EngineConfig) -> dict[str, float
 def _config(facts: ModelFacts, config: EngineConfig, settings: Settings, vram: int | None) -> EngineConfig:
     """Pools for the longest context and the most sequences."""
     longest, most = max(settings.contexts) + settings.room, max(settings.sequences)
-    sized = replace(
-        config,
-        context=longest,
-        sequences=most,
-        kv_tokens=most * round_up(longest, config.page_len),
-        snapshots=max(config.snapshots, 2 * most),
-        vram=vram,
-    )
+    tokens, snapshots = most * round_up(longest, config.page_len), max(config.snapshots, 2 * most)
+    pools: dict[str, Any] = {
+        "context": longest,
+        "sequences": most,
+        "kv_tokens": tokens,
+        "snapshots": snapshots,
+    }
+    sized = replace(config, vram=vram, **pools)
     check_window(facts, sized)
     return sized
 
 
 def _measure_load(
-    facts: ModelFacts,
-    config: EngineConfig,
-    settings: Settings,
-    ceilings: dict[str, float],
-    say: Callable[[str], None],
+    facts: ModelFacts, config: EngineConfig, settings: Settings, ceilings: Rates, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """All that is measured of one loaded engine."""
     began = time.perf_counter()
     loaded = load_engine(facts, config, Mute)
-    load_s = time.perf_counter() - began
+    load_s, notes = time.perf_counter() - began, list(loaded.notes)
     run = Run(loaded, config, settings, ceilings)
     prefill, decode = [], []
     for context in sorted(settings.contexts):
@@ -178,15 +170,9 @@ def _measure_load(
             prefill.append(run.prefill_row(context, seconds))
             say(f"{context:,} tokens: read at {prefill[-1]['tok_s']:.0f} tok/s")
         run.engine.store.clear()
-    document = {
-        "load_s": load_s,
-        "notes": list(loaded.notes),
-        "memory": memory(loaded, config),
-        "prefill": prefill,
-        "decode": decode,
-    }
+    taken = memory(loaded, config)
     run.engine.close()
-    return document
+    return {"load_s": load_s, "notes": notes, "memory": taken, "prefill": prefill, "decode": decode}
 
 
 def memory(loaded: Loaded, config: EngineConfig) -> dict[str, int | None]:
@@ -208,27 +194,18 @@ def expert_counts(engine: Engine) -> dict[str, int] | None:
     graphs = engine.runner.graphs
     if graphs is None or not any(engine.runner.model.facts.moe_layers):
         return None
-    counters = graphs.counters.tolist()
-    used, read, _, *host = counters
-    return {
-        "used": used,
-        "bytes": read,
-        **dict(zip(("host_bytes", "kept_bytes"), host or (0, 0), strict=True)),
-    }
+    used, read, _, host, kept = graphs.counters.tolist()
+    return {"used": used, "bytes": read, "host_bytes": host, "kept_bytes": kept}
 
 
 class Run:
     """One loaded engine under measurement."""
 
-    def __init__(
-        self, loaded: Loaded, config: EngineConfig, settings: Settings, ceilings: dict[str, float]
-    ) -> None:
+    def __init__(self, loaded: Loaded, config: EngineConfig, settings: Settings, ceilings: Rates) -> None:
         self.engine, self.settings, self.ceilings = loaded.engine, settings, ceilings
-        facts = loaded.engine.runner.model.facts
-        sizes = loaded.sizes
+        facts, sizes = loaded.engine.runner.model.facts, loaded.sizes
         recipe = Recipe("as loaded", sizes.dtype, from_files=sizes.packed)
-        self._footprint = Footprint(facts, recipe, 0 if config.device == "cpu" else 1)
-        self._kv = sizes.kv
+        self._footprint, self._kv = Footprint(facts, recipe, 0 if config.device == "cpu" else 1), sizes.kv
         self._own = "memory" if config.device == "cpu" else "vram"
         self._random = random.Random(settings.seed)
         self._number = 0
@@ -245,9 +222,7 @@ class Run:
         self.engine.add(self._request(prompt, 1, marks=(len(prompt),)))
         began = time.perf_counter()
         while self.engine.has_work:
-            for event in self.engine.step():
-                if event.error is not None:
-                    raise event.error
+            self._step()
         return time.perf_counter() - began
 
     def decode(self, context: int, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
@@ -268,14 +243,20 @@ class Run:
             experts = {name: (after[name] - before[name]) / settings.decode for name in after}
             experts["hit_rate"] = 1 - experts["host_bytes"] / experts["bytes"]
         row = {"context": context, "sequences": len(prompts), "filled": settings.fill_kv, "experts": experts}
-        return row | self._figures(context, len(prompts), times, experts, disk / settings.decode)
+        read = self._step_bytes(context, len(prompts), experts) | {"disk": disk / settings.decode}
+        return row | self._figures(len(prompts), times, read)
+
+    def _step(self) -> None:
+        for event in self.engine.step():
+            if event.error is not None:
+                raise event.error
 
     def _steps(self, sequences: Sequence[LiveSequence], num: int) -> list[float]:
         """Seconds of each of `num` decode steps."""
         times = []
         for _ in range(num):
             began = time.perf_counter()
-            self.engine.step()
+            self._step()
             times.append(time.perf_counter() - began)
             if not self.settings.own_tokens:
                 for sequence in sequences:
@@ -284,39 +265,26 @@ class Run:
 
     def prefill_row(self, context: int, seconds: list[float]) -> dict[str, Any]:
         """A row of the document: prompts of `context` tokens that were read one after the other."""
-        flops = prefill_flops(self._footprint, 0, context) / statistics.median(seconds)
-        return {
-            "context": context,
-            "seconds": seconds,
-            "tok_s": context / statistics.median(seconds),
-            "range_tok_s": [context / max(seconds), context / min(seconds)],
-            "flops_s": flops,
-            "ratio": flops / self.ceilings["products"],
-        }
+        median, spread = statistics.median(seconds), [context / max(seconds), context / min(seconds)]
+        flops = prefill_flops(self._footprint, 0, context) / median
+        row = {"context": context, "seconds": seconds, "tok_s": context / median, "range_tok_s": spread}
+        return row | {"flops_s": flops, "ratio": flops / self.ceilings["products"]}
 
-    def _figures(
-        self, context: int, sequences: int, times: list[float], experts: dict[str, float] | None, disk: float
-    ) -> dict[str, Any]:
-        """Speed, and bytes of each link beside its ceiling. A step's ceiling is the sum over the links."""
+    def _figures(self, sequences: int, times: list[float], read: Rates) -> dict[str, Any]:
+        """Speed, and bytes of each link (`read`, a step) beside its ceiling. A step's is the sum over the links."""
         mean = statistics.fmean(times)
         cuts = [len(times) * part // FIFTHS for part in range(FIFTHS + 1)]
         fifths = [statistics.median(times[a:b]) for a, b in itertools.pairwise(cuts)]
-        read = self._step_bytes(context, sequences, experts) | {"disk": disk}
         least = sum(size / self.ceilings[link] for link, size in read.items())
         links = {
             link: {"bytes_step": size, "bytes_s": size / mean, "ratio": size / mean / self.ceilings[link]}
             for link, size in read.items()
         }
-        return {
-            "tok_s": sequences / mean,
-            "range_tok_s": [sequences / max(fifths), sequences / min(fifths)],
-            "step_s": {"mean": mean, **percentiles(times)},
-            "links": links,
-            "ceiling_tok_s": sequences / least,
-            "ratio": least / mean,
-        }
+        spread = [sequences / max(fifths), sequences / min(fifths)]
+        speed = {"tok_s": sequences / mean, "ceiling_tok_s": sequences / least, "ratio": least / mean}
+        return speed | {"range_tok_s": spread, "step_s": percentiles(times), "links": links}
 
-    def _step_bytes(self, context: int, sequences: int, experts: dict[str, float] | None) -> dict[str, float]:
+    def _step_bytes(self, context: int, sequences: int, experts: Rates | None) -> Rates:
         """Bytes that a step must read, by link: weights once, experts as counted (else as uniform routing has it),
         KV, and states read and written."""
         footprint = self._footprint
@@ -328,26 +296,21 @@ class Run:
             return {self._own: own + touched_share(facts, sequences) * moving}
         return {self._own: own + experts["bytes"] - experts["host_bytes"], "host": experts["host_bytes"]}
 
-    def _request(
-        self, prompt: tuple[int, ...], max_tokens: int, marks: tuple[int, ...] = (), store: bool = True
-    ) -> Request:
+    def _request(self, prompt: tuple[int, ...], max_tokens: int, **options: Any) -> Request:
         self._number += 1
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        return Request(f"bench {self._number}", prompt, sampling, marks, store=store)
+        return Request(f"bench {self._number}", prompt, sampling, **options)
 
     def _start(self, requests: Sequence[Request]) -> list[LiveSequence]:
         """Step until all decode. Raises ComputeError where a prompt that was read has to be read again: then the
         steps of some would be timed beside the chunks of others."""
-        page_len = self.engine.store.page_len
         while True:
-            for event in self.engine.step():
-                if event.error is not None:
-                    raise event.error
+            self._step()
             found = [self.engine.scheduler.find(request.id) for request in requests]
             sequences = [sequence for sequence in found if sequence is not None]
             for sequence in sequences:
                 lost = sequence.prompt_len - sequence.usage.cached_len
-                if sequence.handle is not None and not self.settings.fill_kv and lost >= 2 * page_len:
+                if sequence.handle is not None and not self.settings.fill_kv and lost >= LOST:
                     raise ComputeError(
                         f"{lost:,} tokens of a prompt of {sequence.prompt_len:,} were not kept.",
                         hint="Measure fewer sequences at once, or give --fill-kv.",
@@ -370,8 +333,7 @@ def fill(engine: Engine) -> None:
             k, v = (torch.randn(shape, device=pages.device) for _ in range(2))
             codec.bind(pages).write(range(num), 0, k, v)
             block = pages[:num].clone()
-        for start in range(0, len(pages), num):
-            part = pages[start : start + num]
+        for part in pages.split(num):
             part.copy_(block[: len(part)])
     engine.store = cast(KVStore, _Filled(store))
 

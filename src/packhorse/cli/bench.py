@@ -31,21 +31,15 @@ def _option(name: str, metavar: str | None, text: str) -> Any:
     return typer.Option(name, metavar=metavar, help=text)
 
 
+def _argument(name: str, text: str) -> Any:
+    return typer.Argument(metavar=name, help=text)
+
+
 WhatArgument = Annotated[
-    What,
-    typer.Argument(
-        metavar="WHAT",
-        help="serve: load on a server. offline: a model here. compare: two runs of offline. synth: random weights.",
-    ),
+    What, _argument("WHAT", "serve: load on a server. offline: a model. compare: two runs. synth: weights.")
 ]
-Target1 = Annotated[
-    str | None,
-    typer.Argument(metavar="[TARGET]", help="offline: the model. synth: the folder. compare: the later run."),
-]
-Target2 = Annotated[
-    str | None,
-    typer.Argument(metavar="[AFTER]", help="compare: the later run; TARGET is the earlier one then."),
-]
+First = Annotated[str | None, _argument("[TARGET]", "offline: the model. synth: the folder. compare: a run.")]
+Second = Annotated[str | None, _argument("[AFTER]", "compare: the later run; TARGET is the earlier one.")]
 Against = Annotated[str | None, _option("--against", "URL", "serve: the server's address.")]
 Like = Annotated[str | None, _option("--like", "NAME", "synth: the model to take the shapes of.")]
 RecipeName = Annotated[str, _option("--recipe", "NAME", "synth: int4 or int8.")]
@@ -56,9 +50,7 @@ ApiKey = Annotated[str | None, _option("--api-key", None, "serve: a bearer key; 
 Requests = Annotated[int, _option("--requests", None, "serve: requests in all.")]
 Clients = Annotated[int, _option("--clients", None, "serve: requests at once, at most.")]
 Rate = Annotated[float | None, _option("--rate", None, "serve: a second. [default: as fast as they end]")]
-PromptWords = Annotated[
-    int, _option("--prompt-words", None, "serve: words of a prompt, about as many tokens.")
-]
+PromptWords = Annotated[int, _option("--prompt-words", None, "serve: words of a prompt, about as in tokens.")]
 SharedWords = Annotated[int, _option("--shared-words", None, "serve: words that all prompts begin with.")]
 MaxTokens = Annotated[int, _option("--max-tokens", None, "serve: tokens of an answer.")]
 Seed = Annotated[int, _option("--seed", None, "Of all that is drawn.")]
@@ -66,15 +58,14 @@ Report = Annotated[Path | None, _option("--report", "FILE", "Write the figures a
 
 
 def command(
-    what: WhatArgument, target: Target1 = None, after: Target2 = None, against: Against = None, like: Like = None,
+    what: WhatArgument, target: First = None, after: Second = None, against: Against = None, like: Like = None,
     recipe: RecipeName = "int4", router: Router = "uniform", layers: Layers = None, model: ModelName = None,
     api_key: ApiKey = None, requests: Requests = Load.requests, clients: Clients = Load.clients, rate: Rate = None,
     prompt_words: PromptWords = Load.prompt_words, shared_words: SharedWords = Load.shared_words,
     max_tokens: MaxTokens = Load.max_tokens, contexts: offline.Contexts = "4096",
-    sequences: offline.Sequences = "1", decode: offline.Decode = 64,
-    warmup: offline.Warmup = 8, vram: offline.Vram = None,
-    kv: offline.Kv = "auto", dtype: offline.Dtype = "auto", weights: offline.Weights = "auto",
-    device: offline.Device = "cpu", as_arch: offline.AsArch = None,
+    sequences: offline.Sequences = "1", decode: offline.Decode = 64, warmup: offline.Warmup = 8,
+    vram: offline.Vram = None, kv: offline.Kv = "auto", dtype: offline.Dtype = "auto",
+    weights: offline.Weights = "auto", device: offline.Device = "cpu", as_arch: offline.AsArch = None,
     threads: offline.Threads = None, fill_kv: offline.FillKv = False, own_tokens: offline.OwnTokens = False,
     history: offline.History = None, seed: Seed = Load.seed, report: Report = None, json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -86,17 +77,15 @@ def command(
     elif what is What.COMPARE:
         offline.run_compare(target, after, history, json)
     elif what is What.OFFLINE:
-        offline.run_offline(
-            target, contexts=contexts, sequences=sequences, vram=vram, history_folder=history, report=report, json=json,
-            settings={"decode": decode, "warmup": warmup, "fill_kv": fill_kv, "own_tokens": own_tokens, "seed": seed},
-            config={"kv": kv, "dtype": dtype, "weights": weights, "device": device,
-                    "as_arch": as_arch, "threads": threads},
-        )  # fmt: skip
+        settings = {
+            "contexts": contexts, "sequences": sequences, "vram": vram, "decode": decode, "warmup": warmup,
+            "fill_kv": fill_kv, "own_tokens": own_tokens, "seed": seed,
+        }  # fmt: skip
+        config = {"kv": kv, "dtype": dtype, "weights": weights, "device": device, "as_arch": as_arch}
+        offline.run_offline(target, settings, config | {"threads": threads}, history, report, json)
     else:
         if against is None or target is not None:
-            raise UsageError(
-                "bench serve takes --against URL and no target.", hint="See packhorse bench --help."
-            )
+            raise UsageError("bench serve takes --against URL alone.", hint="See packhorse bench --help.")
         load = Load(
             requests=requests, clients=clients, prompt_words=prompt_words, shared_words=shared_words,
             max_tokens=max_tokens, rate=rate, seed=seed,

@@ -49,40 +49,27 @@ def numbers(text: str, name: str) -> tuple[int, ...]:
 
 
 def run_offline(
-    model: str | None,
-    *,
-    contexts: str,
-    sequences: str,
-    vram: str | None,
-    history_folder: Path | None,
-    report: Path | None,
-    json: bool,
-    settings: dict[str, Any],
-    config: dict[str, Any],
-) -> None:
-    """Measure, print, and keep the run."""
+    model: str | None, settings: dict[str, Any], config: dict[str, Any], folder: Path | None,
+    report: Path | None, json: bool,
+) -> None:  # fmt: skip
+    """Measure, print, and keep the run in `folder`. settings: fields of Settings, lists as they were written."""
     if model is None:
         raise UsageError("bench offline takes a MODEL.", hint="See packhorse bench --help.")
     from packhorse.bench.offline import Settings, measure  # imports torch
 
-    wanted = Settings(
-        contexts=numbers(contexts, "contexts"),
-        sequences=numbers(sequences, "sequences"),
-        vram=(None,)
-        if vram is None
-        else tuple(None if size == "none" else parse_bytes(size) for size in vram.split(",")),
-        **settings,
-    )
+    caps = [None if size == "none" else parse_bytes(size) for size in (settings["vram"] or "none").split(",")]
+    lists = {name: numbers(settings[name], name) for name in ("contexts", "sequences")}
+    wanted = Settings(**settings | lists | {"vram": tuple(caps)})
     facts = read_model(find_model(model, None, False))
     document = measure(facts, EngineConfig(**config), wanted, note) | origin(sys.argv)
-    number = history.append(_folder(history_folder), document)
+    number = history.append(_folder(folder), document)
     if report is not None:
         report.write_text(jsonlib.dumps(document, indent=1, default=str) + "\n")
     if json:
         print_json(document)
     else:
         print(table(document))
-    note(f"kept as run {number} in {_folder(history_folder)}")
+    note(f"kept as run {number} in {_folder(folder)}")
 
 
 def run_compare(first: str | None, second: str | None, history_folder: Path | None, json: bool) -> None:

@@ -21,23 +21,14 @@ SaveOption = Annotated[
 
 LoadOption = Annotated[
     float,
-    typer.Option(
-        "--load",
-        metavar="SECONDS",
-        min=0.0,
-        max=600.0,
-        help="How long cards are kept busy; 20 shows whether clocks hold. [default: 2]",
-        show_default=False,
-    ),
-]
+    typer.Option("--load", metavar="SECONDS", min=0.0, max=600.0,
+                 help="How long cards are kept busy; 20 shows whether clocks hold."),
+]  # fmt: skip
 
 
 def command(
-    load: LoadOption = 2.0,
-    save_profile: SaveOption = False,
-    json: JsonOption = False,
-    cache: CacheOption = None,
-) -> None:
+    load: LoadOption = 2.0, save_profile: SaveOption = False, json: JsonOption = False, cache: CacheOption = None
+) -> None:  # fmt: skip
     """Prints what was found; exit code 1 where something keeps Packhorse from running well."""
     from packhorse.bench.doctor import examine
 
@@ -82,20 +73,10 @@ def _print_card(card: dict[str, Any]) -> None:
     measured = card.get("measured", {})
     if "rates" not in measured:
         return
-    rates, load = {name: rate / 1e9 for name, rate in measured["rates"].items()}, measured["load"]
-    print("         a captured graph works")
-    print(f"         kernels read its memory at {rates['vram']:.0f} GB/s, pinned memory at {rates['host']:.1f}; copies "
-          f"in {rates['copy_in']:.1f}, out {rates['copy_out']:.1f}")  # fmt: skip
-    print(f"         {load['seconds']:.0f} s of load: {load['products'] / 1e12:.0f} TFLOP/s")
-    told = {
-        "MHz": (load["clock_mhz_first"], load["clock_mhz_last"]),
-        "degrees": (load["temperature_c"],),
-        "W": (load["power_w"],),
-        "PCIe generation": (load["pcie_generation"],),
-        "lanes": (load["pcie_lanes"],),
-    }
-    listed = [
-        f"{name} {' -> '.join(map(str, values))}" for name, values in told.items() if None not in values
-    ]
-    if listed:
-        print(f"         under load: {', '.join(listed)}")
+    rates, load = {name: f"{rate / 1e9:.1f}" for name, rate in measured["rates"].items()}, measured["load"]
+    print(f"         reads of it {rates['vram']} GB/s, of pinned memory {rates['host']}, copies in {rates['copy_in']}, "
+          f"out {rates['copy_out']}; a captured graph works; {load['products'] / 1e12:.0f} TFLOP/s")  # fmt: skip
+    clocks = f"{load['clock_mhz_first']} -> {load['clock_mhz']}"
+    told = {"MHz": clocks, "degrees": load["temperature_c"], "W": load["power_w"],
+            "PCIe": f"{load['pcie_generation']} x {load['pcie_lanes']}"}  # fmt: skip
+    print(f"         under load: {', '.join(f'{name} {value}' for name, value in told.items())}")
