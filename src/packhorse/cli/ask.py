@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ from packhorse.cli.common import (
 )
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import PackhorseError, UsageError
+from packhorse.text.cite import CITE_REQUEST, check_quotes
 from packhorse.text.documents import Document, Prompt, compose
 
 if TYPE_CHECKING:
@@ -47,6 +49,12 @@ RawOption = Annotated[
     bool,
     typer.Option(
         "--raw", help="Continue the text without a chat template (base models).", show_default=False
+    ),
+]
+CiteOption = Annotated[
+    bool,
+    typer.Option(
+        "--cite", help="Ask for quotes; each is looked for in the documents, and its pages are said."
     ),
 ]
 StatsOption = Annotated[
@@ -79,6 +87,7 @@ def command(
     ram: RamOption = None,
     chat_template: asking.ChatTemplateOption = None,
     raw: RawOption = False,
+    cite: CiteOption = False,
     stats: StatsOption = None,
     json: JsonOption = False,
     cache: CacheOption = None,
@@ -93,10 +102,7 @@ def command(
         context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, exact=exact,
         as_arch=as_arch, threads=threads, **store_fields(store, disk, ram),
     )  # fmt: skip
-    if raw and system is not None:
-        raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")
-    if stats is not None:
-        check_writable(stats)
+    check_options(system, document, stats, raw=raw, cite=cite)
     notes: list[str] = []
 
     def say(text: str) -> None:
@@ -117,7 +123,7 @@ def command(
     )
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
     asking.warn_of_no_draw(given, sampling, say)
-    prompt = compose(documents, asked)
+    prompt = compose(documents, asked + CITE_REQUEST * cite)
     with asking.Display(stream=not json) as display:
         answer = session.answer(
             messages_of(prompt, system),
@@ -127,12 +133,28 @@ def command(
         )
     asking.warn_of_cut(answer, session.window, say)
     finish(session, documents if store is not None and system is None else [], say)
+    citations = check_quotes(answer.text, documents) if cite else []
+    for citation in citations:
+        note(asking.printable(str(citation)))
     if json:
-        print_json(describe(model, session.facts.name, answer, documents, notes))
+        told = describe(model, session.facts.name, answer, documents, notes)
+        print_json(told | ({"citations": [asdict(c) for c in citations]} if cite else {}))
     if stats is not None:
         write_stats(stats, answer)
     sys.stdout.flush()
     print(answer.summary, file=sys.stderr)
+
+
+def check_options(
+    system: str | None, document: Sequence[Path] | None, stats: Path | None, *, raw: bool, cite: bool
+) -> None:
+    """Raises UsageError for options that contradict each other."""
+    if raw and system is not None:
+        raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")
+    if cite and not document:
+        raise UsageError("--cite quotes documents, and there is none.", hint="Give --document FILE.")
+    if stats is not None:
+        check_writable(stats)
 
 
 def finish(session: Session, documents: Sequence[Document], say: Callable[[str], None]) -> None:

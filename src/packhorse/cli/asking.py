@@ -267,13 +267,13 @@ class Display:
         self._end_thought()
         if self._stream:
             self._last = text
-            sys.stdout.write(_printable(text) if sys.stdout.isatty() else text)
+            sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
 
     def _thought(self, text: str) -> None:
         if self._on_terminal:
             self._thinking = True
-            sys.stderr.write(f"\x1b[2m{_printable(text)}\x1b[0m")
+            sys.stderr.write(f"\x1b[2m{printable(text)}\x1b[0m")
             sys.stderr.flush()
 
     def _end_thought(self) -> None:
@@ -287,7 +287,7 @@ class Display:
             self._bar = None
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """`text` without control characters: documents and models must not steer a terminal."""
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 

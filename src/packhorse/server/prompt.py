@@ -19,6 +19,7 @@ from packhorse.server.errors import ApiError, bad_field
 from packhorse.server.guide import Grammars, Guide, call_grammar, json_grammar
 from packhorse.server.schema import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from packhorse.text import tools as tool_text
+from packhorse.text.cite import CITE_REQUEST
 from packhorse.text.documents import Document
 from packhorse.text.reasoning import Think, opens_thought, thinking_options
 from packhorse.text.template import ChatTemplate, mark_positions
@@ -39,7 +40,8 @@ class Prepared:
     """What the engine is to do, and what whoever answers must know.
 
     groups: requests that share a prompt, first in each the one that reads it. inside: answers start inside a
-    thought. tools: to be found in the answers. report: what was done with the messages.
+    thought. tools: to be found in the answers. report: what was done with the messages. cited: documents that
+    the answers are to quote.
     """
 
     groups: list[list[Request]]
@@ -48,6 +50,7 @@ class Prepared:
     is_chat: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
+    cited: tuple[Document, ...] = ()
 
 
 class Preparer:
@@ -73,7 +76,14 @@ class Preparer:
         wanted = asked.max_completion_tokens or asked.max_tokens
         if asked.max_tokens == 0:
             raise bad_field("max_tokens", "max_tokens is 0.", "A chat answer needs at least 1.")
-        plain = attach([_plain(m) for m in asked.messages], find)[0]
+        plain, documents, cite = attach([_plain(m) for m in asked.messages], find)
+        cited = tuple(documents) if asked.citations or cite else ()
+        if asked.citations and not documents:
+            raise bad_field(
+                "citations", "citations: true needs a document.", "Give one as a part of a message."
+            )
+        if cited:
+            _ask_for_quotes(plain)
         try:
             messages, folded = fold(template, plain, options)
             ids, marks = self._encode(template, messages, options)
@@ -89,7 +99,7 @@ class Preparer:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
         guide = self._guide_maker(asked, template, tools, inside)
         group = self._group(request_id, ids, marks, params, asked.n or 1, guide)
-        return Prepared([group], inside=inside, tools=tuple(tools), report=report)
+        return Prepared([group], inside=inside, tools=tuple(tools), report=report, cited=cited)
 
     def document(self, document: Document, request_id: str, tenant: str) -> tuple[Request, Reading]:
         """The request that reads a document, and no more. Raises what the template raises, PromptTooLongError."""
@@ -377,6 +387,16 @@ def fold(
         own_parts = [*own_parts, _text("\n\n")]
         target["content"] = [*own_parts, *parts] if after else [*parts, _text("\n\n"), *own_parts[:-1]]
     return [m for i, m in enumerate(folded) if i not in late], late
+
+
+def _ask_for_quotes(messages: list[dict[str, Any]]) -> None:
+    """Have the last user message ask for quotes."""
+    for message in reversed(messages):
+        if message["role"] == "user":
+            content = message["content"]
+            parts = content if isinstance(content, list) else [_text(content)]
+            message["content"] = [*parts, _text(CITE_REQUEST)]
+            return
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +12,7 @@ from packhorse.core.errors import PackhorseError
 from packhorse.core.types import Event, FinishReason, TokenLogprob, Usage
 from packhorse.server.prompt import Prepared
 from packhorse.text import tools as tool_text
+from packhorse.text.cite import check_quotes
 from packhorse.text.reasoning import ThoughtSplitter
 from packhorse.text.tokenizer import Tokenizer
 from packhorse.text.tools import ToolCall, ToolCallSplitter
@@ -252,8 +253,8 @@ class Reply:
     def last_chunks(self, include_usage: bool) -> list[dict[str, Any]]:
         """What follows the last delta: the counts where they were asked for, and the report."""
         chunks = []
-        if self.prepared.report:
-            chunks.append({**self._head(stream=True), "choices": [], "packhorse": self.prepared.report})
+        if report := self._report():
+            chunks.append({**self._head(stream=True), "choices": [], "packhorse": report})
         if include_usage:
             chunks.append({**self._head(stream=True), "choices": [], "usage": self.usage})
         return chunks
@@ -263,9 +264,20 @@ class Reply:
         make = self._whole_chat if self.prepared.is_chat else self._whole_text
         choices = [make(choice) for choice in self._choices.values()]
         body = {**self._head(stream=False), "choices": choices, "usage": self.usage}
-        if self.prepared.report:
-            body["packhorse"] = self.prepared.report
+        if report := self._report():
+            body["packhorse"] = report
         return body
+
+    def _report(self) -> dict[str, Any]:
+        """What was done with the messages, and the quotes of the answers."""
+        report = dict(self.prepared.report)
+        if self.prepared.cited:
+            report["citations"] = [
+                {"choice": choice.index, **asdict(citation)}
+                for choice in self._choices.values()
+                for citation in check_quotes(choice.text, self.prepared.cited)
+            ]
+        return report
 
     def _whole_chat(self, choice: _Choice) -> dict[str, Any]:
         content = choice.text if choice.text or not choice.tool_calls else None

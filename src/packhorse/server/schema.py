@@ -154,6 +154,7 @@ class ChatRequest(_Sampling):
     thinking_budget: int | None = Field(None, ge=0, le=2**31 - 1)
     chat_template_kwargs: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    citations: bool | None = None
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1)]
@@ -248,7 +249,8 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """Answer of /v1/chat/completions. packhorse: what was done with the messages (truncation, folding)."""
+    """Answer of /v1/chat/completions. packhorse: what was done with the messages (truncation, folding), and
+    citations where they were asked for."""
 
     id: str
     object: Literal["chat.completion"]
