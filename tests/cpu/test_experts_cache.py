@@ -131,3 +131,21 @@ def test_decisions_one_step_late_never_point_at_a_wrong_slot(share, spares):
     # The experts that are wanted most are there more often than chance has it.
     assert card.missed / card.reads < (1 - share if share else 1.001)
     assert cache.stats.fills > 100
+
+
+def test_lent_experts_are_hits_that_keep_their_place():
+    """The ones used last that have no slot are lent; they are no victims, and are gone when `lent` is cleared."""
+    cache = ExpertCache(2, 8, 2 * 2 + 2, 1)
+    for expert in (7, 3, 5):
+        cache.update(np.full((2, 1), expert), np.full((2, 1), -1))
+    slots = cache.slots.copy()
+    guests = cache.lend(3, np.array([[0, 5]]))
+    assert guests.tolist() == [[0, 3], [1, 3], [1, 5]]
+    hits, misses = cache.stats.hits, cache.stats.misses
+    changes = cache.update(np.array([[3], [5]]), np.full((2, 1), -1))
+    assert (cache.stats.hits, cache.stats.misses) == (hits + 2, misses) and not len(changes.evicted)
+    assert (cache.slots == slots).all() and (slots[guests[:, 0], guests[:, 1]] == -1).all()
+    assert len(cache.lend(100, np.zeros((0, 2), dtype=np.int64))) == 16 - (slots >= 0).sum() - 3
+    cache.lent[:] = False
+    cache.update(np.array([[3], [5]]), np.full((2, 1), -1))
+    assert cache.stats.misses == misses + 2

@@ -101,32 +101,29 @@ def test_residency_changes_no_bit(family, dtype, kv, sequences):
         assert kept <= host and (kept > 0) == (share < 1.0)
         if share < 1.0:
             assert experts.poisoned > 100, "no slot was poisoned: nothing was shown"
-            check_table(experts)
+            assert check_table(experts) > 0 or share == 0
         arena.close()
 
 
-def check_table(experts: StreamedExperts) -> None:
-    """What the table says at rest: each address holds that expert's bytes."""
+def check_table(experts: StreamedExperts) -> int:
+    """What the table says at rest: each address holds that expert's bytes. How many are in slots."""
     torch.cuda.synchronize()
     fills, size = experts.table.fills, experts.blocks.layout.block_bytes
     assert fills is not None
     address = experts.table.address.cpu().numpy()
-    base, seen = experts.slots.data_ptr(), 0
+    regions = [experts.slots.view(-1), *experts._buffers._memory]
+    seen = 0
     for layer, expert in np.ndindex(*address.shape):
-        home = experts.blocks.memory.data_ptr() + (layer * address.shape[1] + expert) * size
-        at = int(address[layer, expert])
+        start = (layer * address.shape[1] + expert) * size
+        at, home = int(address[layer, expert]), experts.blocks.memory.data_ptr() + start
         if at & HOST:
             assert at == home | HOST
             continue
-        slot, off = divmod(at - base, size)
-        assert off == 0
-        start = home - experts.blocks.memory.data_ptr()
-        assert torch.equal(experts.slots[slot].cpu(), experts.blocks.memory[start : start + size]), (
-            layer,
-            expert,
-        )
+        region = next(r for r in regions if r.data_ptr() <= at < r.data_ptr() + r.numel())
+        found = region[at - region.data_ptr() :][:size]
+        assert torch.equal(found.cpu(), experts.blocks.memory[start : start + size]), (layer, expert)
         seen += 1
-    assert seen > 0
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +168,8 @@ def test_a_cap_is_kept(three_layers):
 
 
 def test_a_cap_that_holds_no_layer_is_refused_before_anything_is_loaded(three_layers):
+    gc.collect()
+    torch.cuda.empty_cache()
     facts = read_model(three_layers)
     config = EngineConfig(context=8192, sequences=1, kv="fp8", device="cuda", vram=1200 * MIB)
     with pytest.raises(DoesNotFitError) as caught:

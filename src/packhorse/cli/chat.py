@@ -16,6 +16,7 @@ from packhorse.cli.common import (
     OfflineOption,
     RamOption,
     StoreOption,
+    VramOption,
     as_typed,
     close_session,
     note,
@@ -58,6 +59,7 @@ def command(
     store: StoreOption = None,
     disk: DiskOption = None,
     ram: RamOption = None,
+    vram: VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
     json: JsonOption = False,
     cache: CacheOption = None,
@@ -72,7 +74,7 @@ def command(
     )
     config = EngineConfig(
         context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, exact=exact,
-        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram),
+        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram, vram),
     )  # fmt: skip
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(

@@ -58,9 +58,17 @@ RamOption = Annotated[
         "--ram", metavar="SIZE", help="Host memory for what the KV pool has no room for. [default: none]"
     ),
 ]
+VramOption = Annotated[
+    str | None,
+    typer.Option(
+        "--vram", metavar="SIZE", help="Of the card, for this process. [default: auto, all that is free]"
+    ),
+]
 
 
-def store_fields(store: Path | None, disk: str | None, ram: str | None) -> dict[str, Any]:
+def store_fields(
+    store: Path | None, disk: str | None, ram: str | None, vram: str | None = None
+) -> dict[str, Any]:
     """The fields of EngineConfig that were given. Raises UsageError where one does nothing, or is no size."""
     if disk is not None and store is None:
         raise UsageError("--disk bounds a store, and there is none.", hint="Give --store DIR too.")
@@ -68,6 +76,7 @@ def store_fields(store: Path | None, disk: str | None, ram: str | None) -> dict[
         "store": None if store is None else store.resolve(),
         "disk": None if disk is None else parse_bytes(disk),
         "ram": None if ram is None else parse_bytes(ram),
+        "vram": None if vram in (None, "auto") else parse_bytes(vram),
     }
     return {name: value for name, value in given.items() if value is not None}
 

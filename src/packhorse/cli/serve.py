@@ -18,6 +18,7 @@ from packhorse.cli.common import (
     OfflineOption,
     RamOption,
     StoreOption,
+    VramOption,
     find_model,
     note,
     print_json,
@@ -135,6 +136,7 @@ def command(
     store: StoreOption = None,
     disk: DiskOption = None,
     ram: RamOption = None,
+    vram: VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
     cors: CorsOption = None,
     body_limit: BodyLimitOption = None,
@@ -156,7 +158,7 @@ def command(
     model_options = {
         "name": name, "context": context, "sequences": sequences, "kv_tokens": kv_tokens, "snapshots": snapshots,
         "max_tokens": max_tokens, "threads": threads, "dtype": dtype, "kv": kv, "weights": weights,
-        "device": device, "as_arch": as_arch, "exact": exact, **store_fields(store, disk, ram),
+        "device": device, "as_arch": as_arch, "exact": exact, **store_fields(store, disk, ram, vram),
         "chat_template": None if chat_template is None else chat_template.resolve(),
     }  # fmt: skip
     planned = None if plan is None else read_plan(plan, model_options)

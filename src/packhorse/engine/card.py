@@ -11,14 +11,18 @@ from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import MIB, format_bytes
 from packhorse.facts.nvml import process_bytes
 
-MODULE_BYTES = 96 * MIB
+MODULE_BYTES = 160 * MIB
 """Kernels of libraries and our own that are loaded when they first run: they come out of no pool of ours."""
+SLACK_BYTES = 64 * MIB
+"""What the allocator holds beyond what is asked of it, and small tensors that nobody counts."""
+_SMALL = 512 * 1024
 
 
 class CardMemory:
     """The memory of one card that this process may take: `cap` bytes, or (None) what is free when this is made.
 
-    Makes the CUDA context, which takes some itself. Raises DoesNotFitError where less than `cap` is there.
+    runtime_bytes: what will be taken beside what is planned. Makes the CUDA context, which takes some itself. Raises
+    DoesNotFitError where less than `cap` is there.
     """
 
     def __init__(self, device: str, cap: int | None) -> None:
@@ -36,11 +40,26 @@ class CardMemory:
                 hint="Lower --vram, or end what else uses the card.",
             )
         self.cap = there if cap is None else cap
+        held = torch.cuda.memory_reserved(self.device)
+        self.runtime_bytes = context - held + MODULE_BYTES + SLACK_BYTES
         # Memory that the allocator gives back in part, so that freed blocks of any size serve the next.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        held = torch.cuda.memory_reserved(self.device)
         limit = max(0, self.cap - (context - held) - MODULE_BYTES)
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / self.total), self.device)
+
+    def hold(self, free_bytes: int) -> None:
+        """Have the allocator hold free memory for what requests take and give back: SLACK_BYTES in small blocks, and as
+        much as there is of `free_bytes` in one, so that what it holds does not grow later."""
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        small = [
+            torch.empty(_SMALL, dtype=torch.uint8, device=self.device)
+            for _ in range(SLACK_BYTES // 2 // _SMALL)
+        ]
+        room = self.cap - self.used_bytes()
+        large = max(0, min(free_bytes - held, room - MODULE_BYTES // 4))
+        if large:
+            torch.empty(large, dtype=torch.uint8, device=self.device)
+        del small
 
     def used_bytes(self) -> int:
         """What the driver says that this process takes; where it tells no process apart, what the card's users take

@@ -1,16 +1,18 @@
 """Routed experts of a model that has more of them than a card holds.
 
     host, pinned | every expert of every layer                            always valid
-    card         | slots: the experts used last | two buffers of a layer, while prompts are read
+    card         | slots: the experts used last | two buffers of a layer, or more slots
                  | address of each expert, what may be filled, what a step used
 
 Decode steps follow the addresses, and keep in a slot what they read over the link (fill on read). Prompt chunks read
-a layer's experts from a buffer, into which they are copied while the layer before computes. Letters: L layers with
-experts, E experts, S places a layer that one step may fill.
+a layer's experts from a buffer, into which they are copied while the layer before computes; while no prompt is read,
+the buffers hold experts too. Letters: L layers with experts, E experts, S places a layer that one step may fill.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,8 +25,10 @@ from packhorse.models.experts import ExpertBlocks, ExpertLayout
 from packhorse.models.model import Model
 from packhorse.quant.packed import PackedTensor, aligned_bytes
 from packhorse.store.arena import PinnedArena
-from packhorse.store.experts import ExpertCache, ExpertStats, LateUpdates
+from packhorse.store.experts import ExpertCache, ExpertStats, Ints, LateUpdates
 
+QUIET_STEPS = 16
+"""Decode steps without a prompt chunk after which the layer buffers are filled with experts."""
 HOST = 1
 """Bit of an address that says that it is of host memory."""
 
@@ -56,8 +60,10 @@ class StreamedExperts:
         self.table = _table(layout, address.to(device), ExpertFills.empty(home.to(device), SPARES))
         self._updates = _Updates(self.table, self.cache, self.slots.data_ptr(), layout.block_bytes)
         self._buffers = _LayerBuffers(blocks, arena, device)
+        self._guests = _Guests(self.table, self.cache, self._buffers)
+        self._quiet = 0
         for layer, expert in resident.nonzero().tolist():
-            self._fetch(layer, expert, int(self.cache.slots[layer, expert]))
+            self._buffers.fetch_expert(layer, expert, self.slots[int(self.cache.slots[layer, expert])])
         torch.cuda.current_stream().synchronize()
         for number, index in enumerate(layout.layers):
             mlp = model.weights.layer(index).mlp
@@ -72,6 +78,9 @@ class StreamedExperts:
         """Before a step's kernels: hands over what the host decided. Waits for the step before, which is over
         where its ids were read."""
         self._updates.begin()
+        self._quiet += 1
+        if self._quiet >= QUIET_STEPS:
+            self._guests.invite(self._updates.on_their_way())
 
     def in_step(self) -> None:
         """The first kernel of a step, captured with it."""
@@ -88,6 +97,8 @@ class StreamedExperts:
     def stage(self, number: int) -> tuple[PackedTensor, PackedTensor]:
         """gate_up and down of the `number`-th layer with experts, on the card: valid until the next but one layer is
         staged. The next layer is on its way after."""
+        self._quiet = 0
+        self._guests.leave()
         return self._buffers.stage(number)
 
     def one_layer(self, number: int) -> ExpertTable:
@@ -97,11 +108,6 @@ class StreamedExperts:
 
     def _slot_addresses(self, slots: Tensor) -> Tensor:
         return self.slots.data_ptr() + slots * self.blocks.layout.block_bytes
-
-    def _fetch(self, layer: int, expert: int, slot: int) -> None:
-        size = self.blocks.layout.block_bytes
-        start = (layer * self.blocks.layout.num_experts + expert) * size
-        self.arena.copy_to(self.slots[slot], start)
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,11 @@ class _Updates:
         self._rows.numpy()[:] = rows
         self._fills.changes.copy_(self._rows, non_blocking=True)
 
+    def on_their_way(self) -> Ints:
+        """Experts [n, 2] that the step before was to keep: they have a slot from the coming step on."""
+        layer, place = np.nonzero(self._filled.numpy() >= 0)
+        return np.stack((layer, self._filled.numpy()[layer, place].astype(np.int64)), axis=1)
+
     def record(self) -> None:
         self._used.copy_(self._fills.used, non_blocking=True)
         self._filled.copy_(self._fills.filled, non_blocking=True)
@@ -156,6 +167,50 @@ class _Updates:
         self._over.record()
         self._running = True
         self._late.decide()
+
+
+class _Guests:
+    """Experts in the layer buffers, while these are not needed: they come by copies and leave at once."""
+
+    def __init__(self, table: ExpertTable, cache: ExpertCache, buffers: _LayerBuffers) -> None:
+        assert table.fills is not None
+        self._address, self._home = table.address.view(-1), table.fills.home.view(-1)
+        self._cache, self._buffers = cache, buffers
+        self._coming: tuple[Ints, Ints] | None = None
+        self._here: Tensor | None = None
+        self._arrived = torch.cuda.Event()
+
+    def invite(self, but: Ints) -> None:
+        """Begin to copy experts, or, once all are there, show them to the next step."""
+        if self._here is not None:
+            return
+        if self._coming is None:
+            places = self._buffers.blocks()
+            guests = self._cache.lend(len(places), but)
+            self._coming = guests, np.array([place.data_ptr() for place in places[: len(guests)]])
+            with self._buffers.copying(self._arrived):
+                for (layer, expert), place in zip(guests.tolist(), places, strict=False):
+                    self._buffers.fetch_expert(layer, expert, place)
+        elif self._arrived.query():
+            guests, addresses = self._coming
+            # Who got a slot meanwhile, or is about to, stays there.
+            taken = self._cache.slots >= 0
+            taken[but[:, 0], but[:, 1]] = True
+            self._cache.lent &= ~taken
+            kept = ~taken[guests[:, 0], guests[:, 1]]
+            numbers = torch.from_numpy((guests[:, 0] * self._cache.num_experts + guests[:, 1])[kept])
+            self._here = numbers.to(self._address.device)
+            self._address.index_copy_(
+                0, self._here, torch.from_numpy(addresses[kept]).to(self._address.device)
+            )
+            self._coming = None
+
+    def leave(self) -> None:
+        """The buffers are needed: entries point at the host copies again."""
+        if self._here is not None:
+            self._address.index_copy_(0, self._here, self._home[self._here])
+        self._coming = self._here = None
+        self._cache.lent[:] = False
 
 
 class _LayerBuffers:
@@ -178,14 +233,29 @@ class _LayerBuffers:
         self._filled[at].wait()
         return self._stacks[at]
 
-    def _fetch(self, number: int) -> None:
-        """Into the buffer whose layer has been sent all its work before this one's."""
-        at, size = number % 2, self._layout.layer_bytes
-        self._holds[at] = number
+    def blocks(self) -> list[Tensor]:
+        """Places for single experts, in both buffers, which hold no layer from now on."""
+        self._holds = [None, None]
+        return [block for memory in self._memory for block in memory.view(self._layout.num_experts, -1)]
+
+    def fetch_expert(self, layer: int, expert: int, place: Tensor) -> None:
+        """One expert, uint8 [block_bytes], on the current stream."""
+        self._arena.copy_to(place, (layer * self._layout.num_experts + expert) * self._layout.block_bytes)
+
+    @contextmanager
+    def copying(self, done: torch.cuda.Event) -> Iterator[None]:
+        """Copies go to their own stream, behind all that was sent; `done` follows them."""
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
-            self._arena.copy_to(self._memory[at], number * size)
-            self._filled[at].record()
+            yield
+            done.record()
+
+    def _fetch(self, number: int) -> None:
+        """Into the buffer whose layer has been sent all its work before this one's."""
+        at = number % 2
+        self._holds[at] = number
+        with self.copying(self._filled[at]):
+            self._arena.copy_to(self._memory[at], number * self._layout.layer_bytes)
 
 
 def _addresses(blocks: ExpertBlocks) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError, UnsupportedCardError, UsageError
 from packhorse.core.types import Request, SamplingParams
-from packhorse.core.units import ceil_div, format_bytes
+from packhorse.core.units import format_bytes
 from packhorse.engine.card import CardMemory
 from packhorse.engine.engine import Engine
 from packhorse.engine.experts import StreamedExperts, resident_table
@@ -71,7 +71,10 @@ def load_engine(
     dtype, why = choose_dtype(config, hardware)
     card = None if config.device == "cpu" else CardMemory(config.device, config.vram)
     host = host_bytes(config, hardware)
-    sizes = size_engine(facts, config, dtype, host if card is None else card.cap, host)
+    if card is None:
+        sizes = size_engine(facts, config, dtype, host)
+    else:
+        sizes = size_engine(facts, config, dtype, card.cap, host, card.runtime_bytes)
     why_not = misfit(facts, DTYPES[dtype])
     if sizes.expert_slots is not None and why_not is not None:
         raise UsageError(
@@ -123,6 +126,7 @@ def load_engine(
     )
     if card is not None:
         warm_up(engine, config, sizes)
+        card.hold(sizes.workspace_bytes)
     if config.as_arch is not None:
         why += f", which stands in for a card of compute capability {config.as_arch / 10}"
     planned = _planned(sizes, store, disk, card)
@@ -154,12 +158,12 @@ def _planned(sizes: Sizes, store: KVStore, disk: DurableStore | None, card: Card
 def warm_up(engine: Engine, config: EngineConfig, sizes: Sizes) -> None:
     """Run the largest shapes once, so that all that is ever loaded or taken of a card is there before requests come: a
     prompt longer than attention reads at once beside another that is answered."""
+    vocab_size = engine.runner.model.facts.vocab_size
     length = max(1, min(sizes.context - 9, SEGMENT_LEN + config.chunk_len))
     lengths = [min(16, length), length][-config.sequences :]
     for name, num in enumerate(lengths):
-        ids = tuple(range(2, 2 + min(num, 500))) * ceil_div(num, 500)
-        request = Request(f"warm-up {name}", ids[:num], SamplingParams(max_tokens=8), store=False)
-        engine.add(request)
+        ids = tuple(token % vocab_size for token in range(num))
+        engine.add(Request(f"warm-up {name}", ids, SamplingParams(max_tokens=8), store=False))
     while engine.has_work:
         for event in engine.step():
             if event.error is not None:

@@ -111,9 +111,10 @@ def size_engine(
     dtype: str,
     available_bytes: int,
     host_bytes: int | None = None,
+    runtime_bytes: int | None = None,
 ) -> Sizes:
     """The pools of an engine that may take `available_bytes` of its device's memory and, beside a card, `host_bytes`
-    of host memory (None: as much as it wants).
+    of host memory (None: as much as it wants). runtime_bytes: what the device takes beside; None: as calibrated.
 
     A context or KV pool that was asked for is given or refused; one that was not asked for is cut to what
     fits, and `notes` says so.
@@ -138,8 +139,9 @@ def size_engine(
         + _sweep_bytes(facts, config, sweep_len),
         sweep_len=sweep_len,
         segment_len=_segment_len(facts, config, dtype),
-        runtime_bytes=LEFT_ALONE if config.device == "cpu" else account.runtime_bytes(),
     )
+    if config.device != "cpu":
+        fixed = replace(fixed, runtime_bytes=runtime_bytes or account.runtime_bytes())
     room = available_bytes - fixed.runtime_bytes - fixed.total_bytes
     pages = ceil_div(config.context or 1, config.page_len) * page_bytes
     packed, note = _keep_packed(facts, config, dtype, room - pages)

@@ -1,11 +1,14 @@
 """Strict, streaming load: every tensor has its place or is refused before a byte is read.
 
-Peak host memory is the model as it is kept plus the largest tensor of the checkpoint as it is stored. A tensor
-of a GGUF file that is unpacked counts in fp32, and half as much again where gate and up experts are joined.
+Peak host memory is the model as it is kept plus the largest tensor of the checkpoint as it is stored, or a small one
+(SMALL_VALUES) for each thread where these are more. A tensor of a GGUF file that is unpacked counts in fp32, and half
+as much again where gate and up experts are joined.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -20,7 +23,15 @@ from packhorse.kernels.linear import int4
 from packhorse.layers.linear import Piece
 from packhorse.models.experts import ExpertBlocks, ExpertLayout, expert_layout
 from packhorse.models.model import Model, Weight
-from packhorse.models.packing import PiecePlan, Run, allocate, fill, plan_pieces
+from packhorse.models.packing import (
+    PiecePlan,
+    Run,
+    SideBySide,
+    allocate,
+    fill,
+    plan_pieces,
+    side_by_side,
+)
 from packhorse.models.params import Param, Part, norm_param, single
 from packhorse.models.registry import LAYER_PARAMS
 from packhorse.quant.packed import PackedTensor
@@ -28,6 +39,8 @@ from packhorse.quant.packed import PackedTensor
 # Left by old exports; recomputed from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
 _HEAD = "lm_head.weight"
+SMALL_VALUES = 1 << 22
+"""Values of the largest tensors that are filled beside others."""
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -77,27 +90,7 @@ def load_model(
         place = "cpu" if param.path == "embed" and not facts.tied else device
         weights[param.path] = _prepare(param, parts, plan, blocks, jobs, dtype, place)
     int4_product = device == "cpu" and dtype == torch.bfloat16 and not exact
-    left = Counter(job.path for here in jobs.values() for job in here if isinstance(job, _Packed))
-    names = [name for name in source.shapes if name in jobs]
-    for done, name in enumerate(names, start=1):
-        here = jobs.pop(name)  # so that what is packed is let go of when it has become something else
-        plain = [job for job in here if isinstance(job, _Plain)]
-        if plain:
-            value = source.read(name)
-            _check_values(name, value)
-            for to in plain:
-                _check_range(name, value, to.target.dtype)
-                _place(to.target, value, to.part, to.add)
-        for job in here:
-            if isinstance(job, _Packed):
-                inputs = fill(job.weight, job.plan, job.runs)
-                if inputs is not None:
-                    weights[job.path] = _with_inputs(weights[job.path], job.weight, inputs.to(device))
-                left[job.path] -= 1
-                if int4_product and not left[job.path] and job.path != "embed":
-                    weights[job.path] = _for_int4_product(weights[job.path])
-        if progress is not None:
-            progress(done, len(names))
+    _Filler(source, weights, jobs, device, int4_product).run(progress)
     _check_tied_head(facts, source, weights["embed"])
     return Model(facts, weights, dtype=dtype, device=device, exact=exact, experts=blocks)
 
@@ -120,6 +113,70 @@ class _Packed(NamedTuple):
 
 
 Job = _Plain | _Packed
+
+
+class _Filler:
+    """Reads each tensor once and puts it where it belongs: small ones side by side in as many threads as torch has,
+    large ones one after the other, their experts side by side."""
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        weights: dict[str, Weight],
+        jobs: dict[str, list[Job]],
+        device: str,
+        int4_product: bool,
+    ) -> None:
+        self.source, self.weights, self.jobs = source, weights, jobs
+        self.device, self.int4_product = device, int4_product
+        self._lock = threading.Lock()
+        packed = (job for here in jobs.values() for job in here if isinstance(job, _Packed))
+        self._left = Counter(job.path for job in packed)
+
+    def run(self, progress: Callable[[int, int], None] | None) -> None:
+        """Fill all. progress(done, total) is called by the calling thread, in order."""
+        names = [name for name in self.source.shapes if name in self.jobs]
+        with side_by_side() as each:
+            small = [name for name in names if math.prod(self.source.shapes[name]) <= SMALL_VALUES]
+            apart: set[str] = set(names) - set(small)
+            done = 0
+            for name in (name for name in names if name in apart):
+                self._fill(name, each)
+                done = _tell(progress, done, len(names))
+            for _ in each(self._fill, small):
+                done = _tell(progress, done, len(names))
+
+    def _fill(self, name: str, each: SideBySide = map) -> None:
+        with self._lock:
+            here = self.jobs.pop(
+                name
+            )  # so that what is packed is let go of when it has become something else
+        plain = [job for job in here if isinstance(job, _Plain)]
+        if plain:
+            value = self.source.read(name)
+            _check_values(name, value)
+            for to in plain:
+                _check_range(name, value, to.target.dtype)
+                _place(to.target, value, to.part, to.add)
+        for job in here:
+            if isinstance(job, _Packed):
+                inputs = fill(job.weight, job.plan, job.runs, each)
+                with self._lock:
+                    self._filled(job, inputs)
+
+    def _filled(self, job: _Packed, inputs: Tensor | None) -> None:
+        path = job.path
+        if inputs is not None:
+            self.weights[path] = _with_inputs(self.weights[path], job.weight, inputs.to(self.device))
+        self._left[path] -= 1
+        if self.int4_product and not self._left[path] and path != "embed":
+            self.weights[path] = _for_int4_product(self.weights[path])
+
+
+def _tell(progress: Callable[[int, int], None] | None, done: int, total: int) -> int:
+    if progress is not None:
+        progress(done + 1, total)
+    return done + 1
 
 
 def _prepare(

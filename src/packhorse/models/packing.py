@@ -7,8 +7,10 @@ an order of their own; runs of rows that are stored in one way become one piece.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from packhorse.core.formats import TILE_ROWS, PackedFormat
 from packhorse.core.protocols import CheckpointSource
 from packhorse.core.units import ceil_div
 from packhorse.models.params import Param, Part
-from packhorse.quant.packed import PackedRows, PackedTensor, aligned_bytes, write_rows
+from packhorse.quant.packed import PackedRows, PackedTensor, RowCodes, aligned_bytes, write_rows
 
 
 class Run(NamedTuple):
@@ -111,9 +113,30 @@ def allocate(plan: PiecePlan, param: Param, dtype: torch.dtype, device: str) -> 
     return PackedTensor.empty(plan.form, num_rows, num_cols, param.shape[:-2], device)
 
 
-def fill(weight: PackedTensor, plan: PiecePlan, runs: list[Run]) -> Tensor | None:
-    """Pack runs of one tensor of the checkpoint, which is read once, into their place in a piece. Returns the
-    order of the piece's inputs, if it has one."""
+SideBySide = Callable[..., Iterable[Any]]
+"""Like `map`: calls that may run at the same time, their results in order."""
+
+
+@contextmanager
+def side_by_side() -> Iterator[SideBySide]:
+    """Runs calls in as many threads as torch has, each of one thread meanwhile; where that is one: `map`."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
+        try:
+            yield pool.map
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            torch.set_num_threads(threads)
+
+
+def fill(weight: PackedTensor, plan: PiecePlan, runs: list[Run], each: SideBySide = map) -> Tensor | None:
+    """Pack runs of one tensor of the checkpoint, which is read once, into their place in a piece, the experts of one
+    tensor through `each`. Returns the order of the piece's inputs, if it has one."""
     inputs = None
     loaded: PackedRows | None = None
     for run in runs:
@@ -123,8 +146,10 @@ def fill(weight: PackedTensor, plan: PiecePlan, runs: list[Run]) -> Tensor | Non
             loaded = run.stored
         first = (run.start - plan.start) // TILE_ROWS
         blocks = slice(first, first + ceil_div(run.length, TILE_ROWS))
-        experts = range(len(weight)) if weight.data.ndim == 3 and run.expert is None else [run.expert]
-        for index in experts:
+        whole = weight.data.ndim == 3 and run.expert is None
+
+        def pack(index: int | None, run: Run = run, blocks: slice = blocks, codes: RowCodes = codes) -> None:
+            assert run.stored is not None and run.rows is not None
             out = weight.data[blocks] if index is None else weight.data[index, blocks]
             # The tensor of one expert alone, or those of all, one under the other.
             rows = run.rows if run.expert is not None or not index else run.rows + index * run.stored.num_rows
@@ -134,4 +159,10 @@ def fill(weight: PackedTensor, plan: PiecePlan, runs: list[Run]) -> Tensor | Non
                 staged = aligned_bytes(out.numel()).view(out.shape)
                 write_rows(weight.format, codes, rows, staged)
                 out.copy_(staged)
+
+        if whole:
+            for _ in each(pack, range(len(weight))):
+                pass
+        else:
+            pack(run.expert)
     return inputs

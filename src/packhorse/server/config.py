@@ -130,7 +130,7 @@ def load_config(
         own["chat_template"] = base / own["chat_template"]
     if server_fields.get("api_key_file") is not None:
         server_fields["api_key_file"] = base / server_fields["api_key_file"]
-    for name in ("ram", "disk"):
+    for name in ("ram", "disk", "vram"):
         if isinstance(merged.get(name), str):
             merged[name] = parse_bytes(merged[name])
     if merged.get("store") is not None:

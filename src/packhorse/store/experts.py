@@ -63,6 +63,8 @@ class ExpertCache:
         self._last_use = np.zeros((num_layers, num_experts), dtype=np.int64)
         # Slot of each expert, -1 for none: layer after layer takes its next expert until the slots are gone.
         self.slots: Ints = np.full((num_layers, num_experts), -1, dtype=np.int64)
+        # Experts that lie on the card elsewhere for a while: hits that own no slot and give none up.
+        self.lent = np.zeros((num_layers, num_experts), dtype=bool)
         at = np.arange(held)
         self.slots[at % num_layers, at // num_layers] = at
         self.spares: Ints = np.arange(held, num_slots).reshape(num_layers, spares)
@@ -78,7 +80,7 @@ class ExpertCache:
         used = np.zeros_like(self._last_use, dtype=bool)
         real = routed >= 0
         used[layers[real], routed[real]] = True
-        resident = self.slots >= 0
+        resident = (self.slots >= 0) | self.lent
         self.stats.hits += int((used & resident).sum())
         self.stats.misses += int((used & ~resident).sum())
         self._last_use[used] = self._step
@@ -94,6 +96,18 @@ class ExpertCache:
         self.stats.evictions += len(victims)
         self.spares[layer, place] = freed
         return Changes(victims, np.stack((layer, place, freed), axis=1))
+
+    def lend(self, count: int, but: Ints) -> Ints:
+        """The `count` experts used last of those that are not on the card: (layer, expert) [at most count, 2]. but:
+        [n, 2], experts that are on their way. They count as lent from now on, until `lent` is cleared."""
+        there = (self.slots >= 0) | self.lent
+        there[but[:, 0], but[:, 1]] = True
+        age = np.where(there, -1, self._last_use).ravel()
+        count = min(count, int((~there).sum()))
+        order = np.argpartition(-age, max(0, count - 1))[:count]
+        found = np.stack(np.divmod(np.sort(order), self.num_experts), axis=1)
+        self.lent[found[:, 0], found[:, 1]] = True
+        return found
 
     def _oldest(self, count: int) -> Ints:
         """The `count` resident experts that were used longest ago: (layer, expert) [count, 2]."""
