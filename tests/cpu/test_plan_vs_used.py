@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.core.units import GIB
+from packhorse.bench import synth
+from packhorse.core.config import EngineConfig
+from packhorse.core.errors import DoesNotFitError
+from packhorse.core.units import GIB, MIB
 from packhorse.engine.size import size_engine
 from packhorse.facts import machine
 from packhorse.facts.known import known_model
 from packhorse.facts.machine import read_profile
+from packhorse.facts.read import read_model
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "plan_vs_used.py"
 
@@ -100,3 +104,28 @@ def test_verdicts(script, capsys):
     out = capsys.readouterr().out
     assert "| 1* |" in out and "failed: x" in out
     assert len({line.count("|") for line in out.splitlines()}) == 1
+
+
+def test_more_memory_never_refuses_what_fitted(script, tmp_path, monkeypatch):
+    """A model whose experts fit or not, and a pool that is more than one context: cap after cap."""
+    true_config = synth.known_config
+    sizes = {"num_experts": 32, "vocab_size": 4096, "moe_intermediate_size": 256, "num_attention_heads": 8}
+    monkeypatch.setattr(synth, "known_config", lambda name: true_config(name) | sizes)
+    synth.synthesize(tmp_path / "m", "qwen3-30b-a3b", layers=8)
+    facts = read_model(tmp_path / "m")
+    config = EngineConfig(
+        device="cuda", dtype="fp16", kv="fp8", context=2048, sequences=16, kv_tokens=16 * 2048
+    )
+    fitted, slots = [], []
+    for cap in range(1 * GIB, 3 * GIB, 16 * MIB):
+        try:
+            found = size_engine(facts, config, "fp16", cap)
+        except DoesNotFitError:
+            assert not fitted, f"{cap} is refused, and {fitted[-1]} fits"
+            continue
+        fitted.append(cap)
+        slots.append(found.expert_slots)
+        assert found.total_bytes + found.runtime_bytes <= cap
+    assert fitted and slots[0] is not None and slots[-1] is None
+    held = [slot for slot in slots if slot is not None]
+    assert held == sorted(held) and None not in slots[: len(held)]

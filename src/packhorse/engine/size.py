@@ -143,7 +143,7 @@ def size_engine(
     if config.device != "cpu":
         fixed = replace(fixed, runtime_bytes=runtime_bytes or account.runtime_bytes())
     room = available_bytes - fixed.runtime_bytes - fixed.total_bytes
-    pages = ceil_div(config.context or 1, config.page_len) * page_bytes
+    pages = ceil_div(config.kv_tokens or config.context or 1, config.page_len) * page_bytes
     packed, note = _keep_packed(facts, config, dtype, room - pages)
     cpu = config.device == "cpu" and not config.exact
     weight_bytes = account.weight_bytes(facts, dtype, packed=packed, cpu=cpu)
