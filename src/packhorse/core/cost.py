@@ -7,7 +7,7 @@ from __future__ import annotations
 
 DELTA_SPAN_LEN = 2048
 """Tokens for which the delta rule's scratch exists at once on a card."""
-UNPACK_BYTES = 512 << 20
+UNPACK_BYTES = 256 << 20
 """Values of packed weights that exist at once on a card, for products of many rows."""
 
 

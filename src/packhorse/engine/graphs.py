@@ -1,10 +1,10 @@
 """Decode steps on a card as captured graphs, one for each number of sequences that steps are filled up to.
 
-    host, pinned   | places [6, S] int32 |  rows x [S, H] fp32 | page tables [S, P] int32, where they changed |
+    host, pinned   | places [7, S] int32 | page tables [S, P] int32, where they changed |
     device         | the same, at the addresses that the graph reads | logits [S, V] fp32 |
 
 A step writes the first line, copies it over and replays the graph. Places are: first row, tokens, position, row's
-sequence, row's position, state slot. A sequence that is not there has no tokens, and its row is
+sequence, row's position, state slot, token id. A sequence that is not there has no tokens, and its row is
 nobody's: it routes to no expert.
 """
 
@@ -105,9 +105,10 @@ class StepGraphs:
         bucket = next(b for b in self._buckets if b.size >= len(spans))
         if self.streamed is not None:
             self.streamed.begin_step()
-        ids = torch.tensor([span.token_ids[0] for span in spans])
         bucket.place(spans)
-        bucket.rows[: len(spans)].copy_(self.model.embed(ids.to(self.model.embed_device)), non_blocking=True)
+        if self.model.embed_device.type == "cpu":
+            ids = torch.tensor([span.token_ids[0] for span in spans])
+            bucket.rows[: len(spans)].copy_(self.model.embed(ids), non_blocking=True)
         if self._capture:
             bucket.graph.replay()
         else:
@@ -143,13 +144,13 @@ class _Bucket:
         self.graph = torch.cuda.CUDAGraph()
         self.rows = torch.zeros(self.size, facts.hidden_size, device=device)
         self.logits = torch.empty(0)
-        self._host_places = torch.zeros(6, self.size, dtype=torch.int32).pin_memory()
-        self._places = torch.zeros(6, self.size, dtype=torch.int32, device=device)
+        self._host_places = torch.zeros(7, self.size, dtype=torch.int32).pin_memory()
+        self._places = torch.zeros(7, self.size, dtype=torch.int32, device=device)
         self._tables = torch.zeros(self.size, num_pages, dtype=torch.int32, device=device)
         # Whose pages each row of the tables holds.
         self._seats: list[StoredSequence | None] = [None] * self.size
         self._copied = torch.cuda.Event()
-        first_row, num_tokens, position, row_sequence, row_position, slots = self._places
+        first_row, num_tokens, position, row_sequence, row_position, slots, self._ids = self._places
         self._host_places[3] = -1
         self._places.copy_(self._host_places)
         batch = DecodeBatch(self._tables, first_row, num_tokens, position, row_sequence, row_position)
@@ -187,6 +188,7 @@ class _Bucket:
             host[2, row] = host[4, row] = span.position
             host[3, row] = row
             host[5, row] = span.slot
+            host[6, row] = span.token_ids[0]
             self._seat(row, handle)
         self._places.copy_(host, non_blocking=True)
         self._copied.record()
@@ -198,11 +200,11 @@ class _Bucket:
             self._seats[row] = sequence
 
     def forward(self, model: Model) -> Tensor:
-        """The step's kernels, from `rows` to logits [size, V]."""
+        """The step's kernels, from token ids (from `rows` where the embedding is the host's) to logits [size, V]."""
         if self._streamed is not None:
             self._streamed.in_step()
         self.context.cos_sin = model.rope.cos_sin(self.context.batch.row_position)
-        x = self.rows
+        x = self.rows if model.embed_device.type == "cpu" else model.embed(self._ids.long())
         for index, layer in enumerate(model.layers):
             x = layer.step(x, self._layers[index], model.weights.layer(index))
         if self._streamed is not None:

@@ -32,7 +32,7 @@ from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.plan.account import SEGMENT_LEN
 from packhorse.quant.packed import aligned_bytes
-from packhorse.store.arena import PinnedArena
+from packhorse.store.arena import PinnedArena, PinnedTensor
 from packhorse.store.durable import DurableStore
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
@@ -94,6 +94,8 @@ def load_engine(
         experts=None if card is None else partial(_expert_memory, arena, config.device),
         progress=progress,
     )
+    if card is not None:
+        model.embed_from_host(PinnedTensor)
     experts = place_experts(model, arena, sizes)
     store = KVStore(
         geometry,

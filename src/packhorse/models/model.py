@@ -5,7 +5,7 @@ Whoever runs a model owns the loop over layers; the model owns no schedule and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packhorse.core.protocols import LayerWeights
 from packhorse.facts.model import ModelFacts
-from packhorse.kernels.linear import packed
+from packhorse.kernels.linear import gather, packed
 from packhorse.kernels.linear.int4 import Int4Weight
 from packhorse.kernels.norm.ref import rms_norm
 from packhorse.layers.decoder import DecoderLayer
@@ -67,18 +67,30 @@ class Model:
         self.layers = [DecoderLayer(facts, i, self.rope, dtype, exact) for i in range(facts.num_layers)]
         self.weights = ResidentWeights([_tree(tensors, f"layers.{i}.") for i in range(facts.num_layers)])
         self._embedding = _whole(tensors["embed"])
+        self._pinned: object = None
         self._norm: Tensor = tensors["norm"]  # type: ignore[assignment]  # norms are never packed
         self._head = _linear(tensors.get("head", tensors["embed"]))
         self.storage_bytes = sum(weight_bytes(weight) for weight in tensors.values())
 
+    def embed_from_host(self, pin: Callable[[Tensor], object]) -> None:
+        """Have the card read the embedding in host memory by itself, where it can: pin(bytes) makes that memory
+        readable for it, and what it returns is kept."""
+        table = self._embedding
+        if self.embed_device.type == "cpu" and gather.fits(table):
+            self._pinned = pin(table.data if isinstance(table, PackedTensor) else table)
+
     @property
     def embed_device(self) -> torch.device:
-        """Where the embedding lies, and so where `embed` wants its ids."""
+        """Where `embed` wants its ids: where the embedding lies, or the card that reads it in host memory."""
+        if self._pinned is not None:
+            return torch.device(self.device)
         kept = self._embedding
         return kept.data.device if isinstance(kept, PackedTensor) else kept.device
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [T] int64, on `embed_device` -> x [T, H] fp32 on the model's device."""
+        if self._pinned is not None:
+            return gather.embed(ids, self._embedding)
         if isinstance(self._embedding, PackedTensor):
             return packed.embed(ids, self._embedding).to(self.device)
         return F.embedding(ids, self._embedding).float().to(self.device)

@@ -99,6 +99,20 @@ class PinnedArena:
                     progress(done, size)
 
 
+class PinnedTensor:
+    """Pins memory that is there already: tensor, contiguous, on the CPU, is readable for kernels until this is let go
+    of. Raises DoesNotFitError where the system pins less."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        torch.cuda.init()
+        self.tensor = tensor
+        size = tensor.numel() * tensor.element_size()
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+        if code:
+            raise _too_large(size, 0, f"CUDA error {code}")
+        weakref.finalize(self, _unregister, [tensor.data_ptr()])
+
+
 def _unregister(registered: list[int]) -> None:
     cudart = torch.cuda.cudart()
     while registered:
