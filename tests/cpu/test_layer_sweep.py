@@ -212,12 +212,17 @@ class Clock:
         return self.now
 
 
-def test_an_answer_beside_a_sweep_waits_no_longer_than_it_may(monkeypatch):
+@pytest.mark.parametrize("first_s", [0.03, 0.07, 0.12, 0.18])
+def test_an_answer_beside_a_sweep_waits_no_longer_than_it_may(first_s, monkeypatch):
     """Layers differ, and the first unit of each waits for its weights; nothing is ever longer than the gap."""
     clock = Clock()
     engine = engine_of(tiny_model("qwen3_5_moe", False), clock=clock, chunk_len=64, sweep_len=640)
     timed(
-        engine, clock, lambda layer, index: (0.02, 0.05)[layer == 3] + 0.07 * (index == 0), 0.015, monkeypatch
+        engine,
+        clock,
+        lambda layer, index: (0.02, 0.05)[layer == 3] + first_s * (index == 0),
+        0.015,
+        monkeypatch,
     )
     engine.add(Request("answer", tuple(IDS[:20]), SamplingParams(max_tokens=400)))
     engine.add(Request("long", tuple(IDS), SamplingParams(max_tokens=1)))
@@ -234,8 +239,8 @@ def test_an_answer_beside_a_sweep_waits_no_longer_than_it_may(monkeypatch):
     gaps = [b - a for a, b in pairwise(times)]
     assert sum(slices) == 2 * 4 * 10 - 4 * 1, "1,200 tokens in sub-chunks of 64 under 4 layers"
     assert max(gaps) <= 0.25 + 1e-9
-    # Slices are as long as they may be: at least two thirds of the time between two tokens is the sweep's.
-    assert len(gaps) > 8 and sorted(gaps)[len(gaps) // 2] > 0.17
+    # Slices are as long as they may be.
+    assert len(gaps) > 8 and sorted(gaps)[len(gaps) // 2] > 0.25 - 0.07
     assert read == sorted(read) and len(set(read)) > 5 and read[-1] < 1200
 
 
@@ -290,6 +295,8 @@ def test_cancelled_and_resumed(family, exact):
         assert saved >= 0
         spared += saved > 0
         assert engine.store.lower.counters["resumed_sweeps"] == (saved > 0)
+        if not beside:
+            check_kept(engine, fresh)
     assert spared > 6
 
 
