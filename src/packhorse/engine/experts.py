@@ -74,6 +74,17 @@ class StreamedExperts:
         """Hits, misses, fills and evictions of the steps that are over, one behind."""
         return self.cache.stats
 
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes of experts that crossed the link: misses of decode steps, layers for prompts, experts that came to
+        stay in the layer buffers."""
+        layout, copied = self.blocks.layout, self._buffers
+        return {
+            "decode": self.stats.misses * layout.block_bytes,
+            "prompts": copied.num_layers * layout.layer_bytes,
+            "guests": copied.num_experts * layout.block_bytes,
+        }
+
     def begin_step(self) -> None:
         """Before a step's kernels: hands over what the host decided. Waits for the step before, which is over
         where its ids were read."""
@@ -222,6 +233,7 @@ class _LayerBuffers:
         self._memory = [aligned_bytes(layout.layer_bytes, str(device)) for _ in range(2)]
         self._stacks = [layout.stacks(memory) for memory in self._memory]
         self._holds: list[int | None] = [None, None]
+        self.num_layers = self.num_experts = 0  # copied so far
         self._filled = [torch.cuda.Event() for _ in range(2)]
         self._copies = torch.cuda.Stream(device)
 
@@ -240,6 +252,7 @@ class _LayerBuffers:
 
     def fetch_expert(self, layer: int, expert: int, place: Tensor) -> None:
         """One expert, uint8 [block_bytes], on the current stream."""
+        self.num_experts += 1
         self._arena.copy_to(place, (layer * self._layout.num_experts + expert) * self._layout.block_bytes)
 
     @contextmanager
@@ -254,6 +267,7 @@ class _LayerBuffers:
         """Into the buffer whose layer has been sent all its work before this one's."""
         at = number % 2
         self._holds[at] = number
+        self.num_layers += 1
         with self.copying(self._filled[at]):
             self._arena.copy_to(self._memory[at], number * self._layout.layer_bytes)
 

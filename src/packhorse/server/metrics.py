@@ -14,6 +14,7 @@ from packhorse.core.types import Usage
 from packhorse.server.worker import Status, Worker
 
 if TYPE_CHECKING:
+    from packhorse.engine.experts import StreamedExperts
     from packhorse.engine.session import Session
     from packhorse.store.kv import KVStore
 
@@ -98,6 +99,9 @@ class _Live(Collector):
                 misfits.add_metric([kind], count)
             yield misfits
             yield _bytes(worker.session, stats.pages_free)
+            graphs = worker.session.engine.runner.graphs
+            if graphs is not None and graphs.streamed is not None:
+                yield from _experts(graphs.streamed)
             if store.lower is not None:
                 events = CounterMetricFamily("packhorse_store", "Of the tiers below.", labels=["event"])
                 for name, count in store.lower.events.items():
@@ -120,12 +124,14 @@ def accounts(session: Session, pages_free: int) -> dict[str, dict[str, int]]:
     parts, weights = store.storage_bytes, session.engine.runner.model.storage_bytes
     states = parts["states"] + parts.get("pending", 0)
     used = parts["pages"] - pages_free * page_bytes(store)
+    if sizes is not None:
+        weights -= sizes.host_bytes
     found = {"weights": {"allocated": weights, "used": weights}}
     found["pages"] = {"allocated": parts["pages"], "used": used}
     found["states"] = {"allocated": states, "used": states}
     if sizes is not None:
         planned = {"weights": sizes.weight_bytes, "pages": sizes.kv_bytes, "states": sizes.state_bytes}
-        planned["workspace"] = sizes.workspace_bytes
+        planned |= {"workspace": sizes.workspace_bytes, "experts": sizes.expert_bytes}
         for consumer, size in planned.items():
             found.setdefault(consumer, {})["planned"] = size
     return found
@@ -140,4 +146,19 @@ def _bytes(session: Session, pages_free: int) -> Metric:
     for consumer, kinds in accounts(session, pages_free).items():
         for kind, size in kinds.items():
             gauge.add_metric(["device", consumer, kind], size)
+    if session.sizes is not None:
+        gauge.add_metric(["host", "weights", "planned"], session.sizes.host_bytes)
     return gauge
+
+
+def _experts(experts: StreamedExperts) -> Iterator[Metric]:
+    events = CounterMetricFamily(
+        "packhorse_experts", "Routed experts that decode steps used, kept and dropped.", labels=["event"]
+    )
+    for name, count in vars(experts.stats).items():
+        events.add_metric([name], count)
+    yield events
+    link = CounterMetricFamily("packhorse_link_bytes", "Experts over the card's link.", labels=["by"])
+    for name, size in experts.link_bytes.items():
+        link.add_metric([name], size)
+    yield link
