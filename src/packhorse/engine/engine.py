@@ -14,6 +14,7 @@ from torch import Tensor
 from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 from packhorse.core.units import MIB
+from packhorse.engine.heap import give_back_freed
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
 from packhorse.engine.sample import Sampled, Sampler, sample
@@ -26,6 +27,8 @@ WRITE_BEHIND_BYTES = 4 * MIB
 """Copied for the disk at the end of a step: a millisecond or less."""
 MEASURED_TOKENS = 64
 """Prompt tokens of a step that says how fast prompts are read."""
+HEAP_TOKENS = 512
+"""Prompt tokens whose working memory is worth giving back where nothing else is to be computed."""
 
 
 class Engine:
@@ -73,6 +76,7 @@ class Engine:
         self._clock = clock
         # Of the last step, unless a slice of a sweep came after it; of the slices whose speed has not been noted.
         self._step_s = self._sweep_s = 0.0
+        self._read_len = 0
         self._noted_layers = 0
         self._eos_ids = eos_ids
         self._detokenizer = detokenizer
@@ -139,6 +143,10 @@ class Engine:
         self._complete(step)
         events = self._report(step, tokens)
         self.write_behind()
+        self._read_len += step.prompt_len
+        if not self.has_work and self._read_len >= HEAP_TOKENS:
+            self._read_len = 0
+            give_back_freed()
         return events
 
     @property
