@@ -115,7 +115,7 @@ def test_decisions_one_step_late_never_point_at_a_wrong_slot(share, spares):
     layers, experts = 3, 16
     num_slots = int(share * layers * experts) + layers * spares
     cache = ExpertCache(layers, experts, num_slots, spares)
-    card, late = PlainCard(cache), LateUpdates(cache)
+    card, late = PlainCard(cache), LateUpdates(cache, experts)
     wanted = 1 / np.arange(1, experts + 1)
     seen = None
     for step in range(900):

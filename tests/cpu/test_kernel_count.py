@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packhorse.core.formats import PACKED
 from packhorse.core.types import PAGE_LEN
-from packhorse.engine.experts import resident_table
+from packhorse.engine.experts import join_shared_experts, resident_table
 from packhorse.engine.graphs import StepGraphs
 from packhorse.facts.known import known_model
 from packhorse.facts.weights import class_of
@@ -119,6 +119,7 @@ def test_kernels_of_a_decode_step(name, sequences, counts):
     geometry = StoreGeometry.of(model.facts, torch.bfloat16, PAGE_LEN, "k5v4")
     sizes = {"num_pages": 4, "sequences": sequences, "snapshots": 0, "snapshot_len": 8192}
     store = KVStore(geometry, **sizes, device="meta")
+    join_shared_experts(model)
     table = None if model.experts is None else resident_table(model.experts)
     graphs = StepGraphs(model, store, table, sequences=sequences, max_len=262_144, capture=False)
     with torch.no_grad(), TorchOps(counts):  # inference mode would hide what operations are made of

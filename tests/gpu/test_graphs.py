@@ -17,7 +17,7 @@ from engines import RecordingRunner, make_engine, run_all
 from packhorse.core.formats import PACKED
 from packhorse.core.types import Request, SamplingParams
 from packhorse.core.units import ceil_div
-from packhorse.engine.experts import resident_table
+from packhorse.engine.experts import join_shared_experts, resident_table
 from packhorse.engine.graphs import StepGraphs
 from packhorse.facts.read import read_model
 from packhorse.kernels.cuda.launch import card_arch
@@ -51,11 +51,12 @@ def rtn(weight: torch.Tensor, name: str = "int4-g32") -> PackedTensor:
 
 
 def pack_tree(node: SimpleNamespace, whole: SimpleNamespace) -> None:
-    """Every product's weight and the experts of a layer, but for the router, become those of `whole`, packed."""
+    """Every product's weight and the experts of a layer, but for the router and its like, become those of `whole`,
+    packed."""
     for name, value in vars(whole).items():
         if isinstance(value, SimpleNamespace):
             pack_tree(getattr(node, name), value)
-        elif isinstance(value, Linear) and name != "gate":
+        elif isinstance(value, Linear) and name not in ("gate", "shared_expert_gate"):
             bias = getattr(node, name).bias
             setattr(node, name, PackedLinear((Piece(rtn(value.weight)),), bias))
         elif name in ("gate_up_proj", "down_proj") and isinstance(value, torch.Tensor):
@@ -84,6 +85,10 @@ def engine_of(model: Model, kv: str | None, steps: str | None, sequences: int = 
     engine = make_engine(model, device="cuda", kv=kv, sequences=sequences)
     if steps is not None:
         blocks = expert_blocks.join(model)
+        join_shared_experts(model)
+        if blocks is not None and model.facts.moe.shared_dim:
+            blocks = model.experts
+            assert blocks.shared is not None
         experts = None if blocks is None else resident_table(blocks)
         engine.runner.graphs = StepGraphs(
             model,

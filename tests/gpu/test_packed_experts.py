@@ -44,6 +44,26 @@ def test_route(num_experts, top_k, norm):
         check_plan(again, counters // 2)
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (33, 3), (511, 9)])
+def test_route_with_a_shared_expert(num_experts, top_k):
+    """Every token goes to the last expert too, with the sigmoid of its own logit; the others are chosen as without."""
+    table = dataclasses.replace(table_of(num_experts + 1), shared=True)
+    for num in (1, 5, 16):
+        logits = torch.randn(num, num_experts + 1, generator=torch.Generator().manual_seed(num)).cuda() * 3
+        logits[:, -1] = torch.linspace(-30, 30, num + 1)[1:]
+        counters = new_counters("cuda")
+        got = route(logits, top_k, True, table, 1, counters)
+        plain = route(
+            logits[:, :-1].contiguous(), top_k, True, table_of(num_experts), 1, new_counters("cuda")
+        )
+        assert torch.equal(got.experts[:, :-1], plain.experts) and torch.equal(
+            got.weights[:, :-1], plain.weights
+        )
+        assert (got.experts[:, -1] == num_experts).all()
+        assert error(got.weights[:, -1].cpu(), logits[:, -1].double().sigmoid().cpu()) < 2e-6
+        check_plan(got, counters)
+
+
 def table_of(num):
     address = 1000 + 7 * torch.arange(num, device="cuda")
     form = PACKED["int4-g128"]

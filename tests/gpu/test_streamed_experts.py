@@ -18,7 +18,7 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.types import Request, SamplingParams
 from packhorse.core.units import GIB, MIB
-from packhorse.engine.experts import HOST, StreamedExperts, resident_table
+from packhorse.engine.experts import HOST, StreamedExperts, join_shared_experts, resident_table
 from packhorse.engine.graphs import StepGraphs
 from packhorse.engine.load import load_engine
 from packhorse.engine.size import SPARES
@@ -55,6 +55,7 @@ def streamed(model: Model, share: float) -> tuple[StreamedExperts, PinnedArena]:
 
     blocks = expert_blocks.join(model, pinned)
     assert blocks is not None
+    join_shared_experts(model)
     layers, experts = len(blocks.layout.layers), blocks.layout.num_experts
     return PoisonedExperts(model, arenas[0], int(share * layers * experts) + layers * SPARES), arenas[0]
 
@@ -82,8 +83,10 @@ def test_residency_changes_no_bit(family, dtype, kv, sequences):
     """All experts on the card against 0, 37 and 100 % of them in slots, poisoned whenever one leaves; prompt chunks
     through the layer buffers too."""
     whole = tiny(family, dtype, True)
-    blocks = expert_blocks.join(whole)
-    assert blocks is not None
+    expert_blocks.join(whole)
+    join_shared_experts(whole)
+    blocks = whole.experts
+    assert blocks is not None and (blocks.shared is not None) == (family == "qwen3_5_moe")
     want, _ = answers(whole, resident_table(blocks), kv, sequences)
     assert len(want) >= len(PROMPTS) * STEPS
     for share in (0.0, 0.37, 1.0):
@@ -113,8 +116,8 @@ def check_table(experts: StreamedExperts) -> int:
     address = experts.table.address.cpu().numpy()
     regions = [experts.slots.view(-1), *experts._buffers._memory]
     seen = 0
-    for layer, expert in np.ndindex(*address.shape):
-        start = (layer * address.shape[1] + expert) * size
+    for layer, expert in np.ndindex(len(address), experts.cache.num_experts):
+        start = (layer * experts.cache.num_experts + expert) * size
         at, home = int(address[layer, expert]), experts.blocks.memory.data_ptr() + start
         if at & HOST:
             assert at == home | HOST

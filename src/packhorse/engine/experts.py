@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from packhorse.engine.size import SPARES
-from packhorse.kernels.experts.cuda import ExpertFills, ExpertTable, apply_changes
-from packhorse.models.experts import ExpertBlocks, ExpertLayout
+from packhorse.kernels.experts.cuda import MAX_TOP_K, ExpertFills, ExpertTable, apply_changes
+from packhorse.models.experts import ExpertBlocks, join_shared
 from packhorse.models.model import Model
 from packhorse.quant.packed import PackedTensor, aligned_bytes
 from packhorse.store.arena import PinnedArena
@@ -33,9 +33,18 @@ HOST = 1
 """Bit of an address that says that it is of host memory."""
 
 
+def join_shared_experts(model: Model) -> None:
+    """Have decode steps treat the shared expert as one more routed one, where it is made as these are."""
+    blocks, moe = model.experts, model.facts.moe
+    if blocks is not None and moe is not None and moe.shared_dim:
+        layers = [model.weights.layer(index).mlp for index in blocks.layout.layers]
+        shared = join_shared(layers, blocks.layout, MAX_TOP_K, moe.top_k)
+        model.experts = replace(blocks, shared=shared)
+
+
 def resident_table(blocks: ExpertBlocks) -> ExpertTable:
     """The table of experts that all lie on the card."""
-    return _table(blocks.layout, _addresses(blocks).to(blocks.memory.device))
+    return _table(blocks, _addresses(blocks).to(blocks.memory.device))
 
 
 class StreamedExperts:
@@ -52,12 +61,12 @@ class StreamedExperts:
         self.blocks, self.arena = blocks, arena
         self.cache = ExpertCache(len(layout.layers), layout.num_experts, num_slots, SPARES)
         self.slots = aligned_bytes(num_slots * layout.block_bytes, model.device).view(num_slots, -1)
-        home = _addresses(blocks) | HOST
+        home = _addresses(blocks, HOST)
         address = home.clone()
         resident = torch.from_numpy(self.cache.slots >= 0)
         held = torch.from_numpy(self.cache.slots)[resident]
-        address[resident] = self._slot_addresses(held)
-        self.table = _table(layout, address.to(device), ExpertFills.empty(home.to(device), SPARES))
+        address[:, : layout.num_experts][resident] = self._slot_addresses(held)
+        self.table = _table(blocks, address.to(device), ExpertFills.empty(home.to(device), SPARES))
         self._updates = _Updates(self.table, self.cache, self.slots.data_ptr(), layout.block_bytes)
         self._buffers = _LayerBuffers(blocks, arena, device)
         self._guests = _Guests(self.table, self.cache, self._buffers)
@@ -147,7 +156,8 @@ class _Updates:
 
     def __init__(self, table: ExpertTable, cache: ExpertCache, slots: int, block_bytes: int) -> None:
         assert table.fills is not None
-        self._fills, self._late = table.fills, LateUpdates(cache)
+        self._fills, self._late = table.fills, LateUpdates(cache, table.address.shape[1])
+        self._num_experts = cache.num_experts
         self._slots, self._block_bytes = slots, block_bytes
         self._used = torch.full_like(self._fills.used, -1, device="cpu").pin_memory()
         self._filled = torch.full_like(self._fills.filled, -1, device="cpu").pin_memory()
@@ -159,7 +169,9 @@ class _Updates:
         step = None
         if self._running:
             self._over.synchronize()
-            step = self._used.numpy().astype(np.int64), self._filled.numpy().astype(np.int64)
+            used = self._used.numpy().astype(np.int64)
+            used[used >= self._num_experts] = -1  # the shared one
+            step = used, self._filled.numpy().astype(np.int64)
         rows = self._late.begin(step)
         rows[:, 2] = np.where(rows[:, 1] >= 0, self._slots + rows[:, 2] * self._block_bytes, -1)
         self._rows.numpy()[:] = rows
@@ -186,6 +198,7 @@ class _Guests:
     def __init__(self, table: ExpertTable, cache: ExpertCache, buffers: _LayerBuffers) -> None:
         assert table.fills is not None
         self._address, self._home = table.address.view(-1), table.fills.home.view(-1)
+        self._row_len = table.address.shape[1]
         self._cache, self._buffers = cache, buffers
         self._coming: tuple[Ints, Ints] | None = None
         self._here: Tensor | None = None
@@ -209,7 +222,7 @@ class _Guests:
             taken[but[:, 0], but[:, 1]] = True
             self._cache.lent &= ~taken
             kept = ~taken[guests[:, 0], guests[:, 1]]
-            numbers = torch.from_numpy((guests[:, 0] * self._cache.num_experts + guests[:, 1])[kept])
+            numbers = torch.from_numpy((guests[:, 0] * self._row_len + guests[:, 1])[kept])
             self._here = numbers.to(self._address.device)
             self._address.index_copy_(
                 0, self._here, torch.from_numpy(addresses[kept]).to(self._address.device)
@@ -272,13 +285,20 @@ class _LayerBuffers:
             self._arena.copy_to(self._memory[at], number * self._layout.layer_bytes)
 
 
-def _addresses(blocks: ExpertBlocks) -> Tensor:
-    """int64 [L, E], on the CPU: the first byte of each expert in `memory`."""
+def _addresses(blocks: ExpertBlocks, flag: int = 0) -> Tensor:
+    """int64 [L, E], on the CPU: the first byte of each expert in `memory`, with `flag`; then of the shared one, if
+    it is in a block too."""
     layout = blocks.layout
     shape = (len(layout.layers), layout.num_experts)
     numbers = torch.arange(shape[0] * shape[1]).view(shape)
-    return blocks.memory.data_ptr() + layout.block_bytes * numbers
+    address = blocks.memory.data_ptr() + layout.block_bytes * numbers | flag
+    if blocks.shared is None:
+        return address
+    shared = blocks.shared.data_ptr() + layout.block_bytes * torch.arange(shape[0])
+    return torch.cat((address, shared[:, None]), dim=1)
 
 
-def _table(layout: ExpertLayout, address: Tensor, fills: ExpertFills | None = None) -> ExpertTable:
-    return ExpertTable(address, layout.gate_up, layout.down, layout.hidden, layout.inner, fills=fills)
+def _table(blocks: ExpertBlocks, address: Tensor, fills: ExpertFills | None = None) -> ExpertTable:
+    layout, shared = blocks.layout, blocks.shared is not None
+    sizes = layout.hidden, layout.inner
+    return ExpertTable(address, layout.gate_up, layout.down, *sizes, fills=fills, shared=shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from packhorse.core.types import Request, SamplingParams
 from packhorse.core.units import format_bytes
 from packhorse.engine.card import CardMemory
 from packhorse.engine.engine import Engine
-from packhorse.engine.experts import StreamedExperts, resident_table
+from packhorse.engine.experts import StreamedExperts, join_shared_experts, resident_table
 from packhorse.engine.graphs import Experts, StepGraphs
 from packhorse.engine.heap import give_back_freed
 from packhorse.engine.identity import model_identity
@@ -28,7 +28,7 @@ from packhorse.facts.model import ModelFacts
 from packhorse.kernels.cuda.launch import card_arch, use_arch
 from packhorse.layers.step import misfit
 from packhorse.models.checkpoint import open_checkpoint
-from packhorse.models.experts import ExpertLayout, join_shared
+from packhorse.models.experts import ExpertLayout
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.plan.account import SEGMENT_LEN
@@ -178,13 +178,7 @@ def place_experts(model: Model, arena: PinnedArena | None, sizes: Sizes) -> Expe
     """Where decode steps find the routed experts of a model on a card; None where they have no kernels for them."""
     if model.experts is None:
         return None
-    moe = model.facts.moe
-    assert moe is not None
-    if moe.shared_dim:
-        layout = model.experts.layout
-        layers = [model.weights.layer(index).mlp for index in layout.layers]
-        shared = join_shared(layers, layout, MAX_TOP_K, moe.top_k)
-        model.experts = replace(model.experts, shared=shared)
+    join_shared_experts(model)
     if arena is None:
         return resident_table(model.experts)
     assert sizes.expert_slots is not None

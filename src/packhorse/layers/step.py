@@ -153,11 +153,12 @@ def moe_step(facts: MoeFacts, x: Tensor, residual: Tensor, step: LayerStep, weig
     """x [R, H] 16-bit, normed -> residual plus routed and shared experts, fp32 [R, H]."""
     context = step.context
     assert context.experts is not None
-    logits = dense_linear(x, weights.gate.weight)
     table, live = context.experts, context.batch.row_sequence
+    # With a shared expert in the table its gate is the router's last row.
+    logits = dense_linear(x, weights.step_router if table.shared else weights.gate.weight)
     routes = route(logits, facts.top_k, facts.norm_topk, table, step.moe_index, context.counters, live)
     out = expert_mix(x, routes, table, context.counters, residual=residual)
-    if not facts.shared_dim:
+    if not facts.shared_dim or table.shared:
         return out
     gate = F.sigmoid(project(weights.shared_expert_gate, x))
     return torch.addcmul(out, gate, mlp_step(x, None, weights.shared_expert))

@@ -6,16 +6,18 @@ block of an expert| gate_up, packed | down, packed |      a whole number of 128-
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from packhorse.core.formats import PackedFormat
 from packhorse.facts.model import ModelFacts
+from packhorse.layers.linear import Linear, PackedLinear, Piece
 from packhorse.models.packing import PiecePlan
-from packhorse.quant.packed import PackedTensor
+from packhorse.quant.packed import PackedTensor, aligned_bytes
 
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
@@ -71,10 +73,13 @@ class ExpertLayout:
 @dataclass(frozen=True)
 class ExpertBlocks:
     """The experts of a model and where they lie: memory, uint8 [total_bytes], in host memory or on a card, its first
-    byte on a 128-byte line."""
+    byte on a 128-byte line. shared: uint8 [L, block_bytes] on the card, each layer's shared expert, where it is made
+    as the routed ones are."""
 
     layout: ExpertLayout
     memory: Tensor
+
+    shared: Tensor | None = None
 
     def layer(self, index: int) -> Tensor:
         """Blocks of the `index`-th layer with experts."""
@@ -106,3 +111,46 @@ def expert_layout(facts: ModelFacts, plans: Mapping[str, Any]) -> ExpertLayout |
     return ExpertLayout(
         layers, facts.moe.num_experts, forms[0], forms[1], facts.hidden_size, facts.moe.expert_dim
     )
+
+
+def join_shared(layers: Sequence[Any], layout: ExpertLayout, max_top_k: int, top_k: int) -> Tensor | None:
+    """Put each layer's shared expert into a block like those of the routed ones, and its gate under the router, as
+    `step_router`; the parameters become views. layers: the MoE layers' weights. None, and nothing changed, where shared
+    experts are made otherwise, or a token would go to more than max_top_k experts."""
+    if top_k + 1 > max_top_k or not all(_is_alike(mlp, layout) for mlp in layers):
+        return None
+    device = layers[0].shared_expert.gate_up_proj.pieces[0].weight.data.device
+    memory = aligned_bytes(len(layers) * layout.block_bytes, str(device)).view(len(layers), -1)
+    for mlp, block in zip(layers, memory, strict=True):
+        one = replace(layout, num_experts=1)
+        for name, stack in zip(("gate_up_proj", "down_proj"), one.stacks(block), strict=True):
+            (piece,) = getattr(mlp.shared_expert, name).pieces
+            stack.data[0].copy_(piece.weight.data)
+            setattr(mlp.shared_expert, name, PackedLinear((Piece(stack[0]),), None))
+        mlp.step_router = torch.cat((mlp.gate.weight, mlp.shared_expert_gate.weight.float()))
+        mlp.gate = Linear(mlp.step_router[:-1], None)
+    return memory
+
+
+def _is_alike(mlp: Any, layout: ExpertLayout) -> bool:
+    shared, gate = getattr(mlp, "shared_expert", None), getattr(mlp, "shared_expert_gate", None)
+    if shared is None or not isinstance(gate, Linear) or gate.bias is not None or gate.weight.shape[0] != 1:
+        return False
+    if mlp.gate.bias is not None or mlp.gate.weight.dtype != torch.float32:
+        return False
+    wanted = {
+        "gate_up_proj": (layout.gate_up, (2 * layout.inner, layout.hidden)),
+        "down_proj": (layout.down, (layout.hidden, layout.inner)),
+    }
+    for name, kind in wanted.items():
+        linear = getattr(shared, name)
+        if not isinstance(linear, PackedLinear) or len(linear.pieces) != 1 or linear.bias is not None:
+            return False
+        weight, inputs = linear.pieces[0]
+        if (
+            inputs is not None
+            or not isinstance(weight, PackedTensor)
+            or (weight.format, weight.shape) != kind
+        ):
+            return False
+    return True

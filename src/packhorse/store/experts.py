@@ -118,10 +118,12 @@ class ExpertCache:
 
 class LateUpdates:
     """The host's half of the experts' life, one step behind the card: what a step did is looked at while the next one
-    runs, and what was decided then begins the one after that."""
+    runs, and what was decided then begins the one after that. row_len: entries of a layer in the card's table, of which
+    the first are the experts."""
 
-    def __init__(self, cache: ExpertCache) -> None:
+    def __init__(self, cache: ExpertCache, row_len: int) -> None:
         self.cache = cache
+        self._row_len = row_len
         layers, spares = cache.spares.shape
         places = np.moveaxis(np.indices((layers, spares)), 0, -1).reshape(-1, 2)
         # At first every place gets its slot.
@@ -131,7 +133,7 @@ class LateUpdates:
 
     def begin(self, step: tuple[Ints, Ints] | None) -> Ints:
         """A step is to begin. step: what the one before used [L, R] and the places [L, S] as it left them, None
-        where there was none. Returns the rows [L * S, 3] that it begins with: expert l * E + e that leaves, place
+        where there was none. Returns the rows [L * S, 3] that it begins with: entry l * row_len + e that leaves, place
         l * S + s that is renewed, with which slot; -1 for none."""
         if step is not None:
             used, filled = step
@@ -139,7 +141,7 @@ class LateUpdates:
             self._seen = used, np.where(self._renewed, -1, filled)
         rows = np.full((self._renewed.size, 3), -1, dtype=np.int64)
         evicted, spares = self._next.evicted, self._next.spares
-        rows[: len(evicted), 0] = evicted[:, 0] * self.cache.num_experts + evicted[:, 1]
+        rows[: len(evicted), 0] = evicted[:, 0] * self._row_len + evicted[:, 1]
         rows[: len(spares), 1] = spares[:, 0] * self.cache.spares.shape[1] + spares[:, 1]
         rows[: len(spares), 2] = spares[:, 2]
         return rows

@@ -94,7 +94,8 @@ class ExpertTable:
 
     address: int64 [layers, E] on the card: the first byte of each expert's gate_up, on a 128-byte line. Its down
     lies right behind it, or down_gap + its number * down_stride bytes from there. hidden, inner: H and I, multiples
-    of 64. fills: where misses may be kept; then bit 0 of an address says that it is of host memory.
+    of 64. fills: where misses may be kept; then bit 0 of an address says that it is of host memory. shared: the last
+    of E is an expert that every token goes to.
     """
 
     address: Tensor
@@ -105,6 +106,7 @@ class ExpertTable:
     down_gap: int | None = None
     down_stride: int = 0
     fills: ExpertFills | None = None
+    shared: bool = False
 
     @classmethod
     def of_stacks(cls, gate_up: PackedTensor, down: PackedTensor) -> ExpertTable:
@@ -209,13 +211,15 @@ def route(
     live: Tensor | None = None,
 ) -> Routes:
     """Router logits fp32 [T, E], E at most 512: softmax over all, then the best K (of equal ones the lower
-    number first), divided by their sum if norm_topk. layer: whose row of the table.
+    number first), divided by their sum if norm_topk. layer: whose row of the table. Where the table has a shared
+    expert, logits are [T, E + 1], and each token goes to it too, with the sigmoid of its logit for a weight.
 
     live: int32 [T], negative for rows of nobody, whose experts are not read and whose mix is 0. With fills the
     layer's filled places enter the table first, and places are assigned to this step's misses: so a step routes a
     layer once. Adds to counters[0].
     """
-    shape = (logits.shape[0], top_k)
+    assert logits.shape[1] == table.address.shape[1]
+    shape = (logits.shape[0], top_k + table.shared)
     weights = torch.empty(shape, device=logits.device)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     return _planned(logits.float().contiguous(), weights, experts, table, layer, norm_topk, counters, live)
@@ -244,9 +248,10 @@ def _planned(
     counters: Tensor,
     live: Tensor | None,
 ) -> Routes:
-    num_tokens, top_k = experts.shape
+    num_tokens, num_ranks = experts.shape
     num_experts, fills = table.address.shape[1], table.fills
-    assert 1 <= num_tokens <= MAX_TOKENS and top_k <= MAX_TOP_K and num_experts <= MAX_EXPERTS
+    assert 1 <= num_tokens <= MAX_TOKENS and num_ranks <= MAX_TOP_K and num_experts <= MAX_EXPERTS
+    shared = int(table.shared and logits is not None)
     assert live is None or (live.dtype == torch.int32 and len(live) == num_tokens)
     plan = torch.empty(_PLAN_INTS, dtype=torch.int32, device=experts.device)
     places: tuple[Tensor | None, ...] = (None, None, None)
@@ -254,7 +259,7 @@ def _planned(
         places = (fills.spares[layer], fills.filled[layer], fills.used[layer])
     num_spares = 0 if fills is None else fills.spares.shape[1]
     assert num_spares <= MAX_SPARES and (fills is None or table.down_gap is None)
-    sizes = (num_tokens, top_k, num_experts, int(norm), num_spares)
+    sizes = (num_tokens, num_ranks - shared, num_experts - shared, int(norm), num_spares, shared)
     args = (logits, live, weights, experts, table.address[layer], *places, plan, counters, *sizes)
     launch(_PLAN, (1,), MAX_EXPERTS, *args, device=plan.device, overlap=True)
     return Routes(weights, experts, plan)

@@ -23,12 +23,14 @@ __device__ __forceinline__ float unordered(u32 key) {
 
 // Softmax of logits [T, E] over all, the top_k best in order (equal ones: the lower first), divided by their sum if
 // norm: weights, experts [T, top_k]. Without logits weights and experts are given. Then the routes sorted by expert:
-// `plan`, see plan.cuh. live [T] or null: negative where a token is nobody's and has no routes. spares, filled
-// [num_spares], used [MAX_ROUTES]: the layer's, or null. counters[0] += distinct experts.
+// `plan`, see plan.cuh. shared: 1 where logits are [T, E + 1] and every token goes to expert E too, with the sigmoid of
+// its logit for a weight: weights and experts are [T, top_k + 1]. live [T] or null: negative where a token is nobody's
+// and has no routes. spares, filled [num_spares], used [MAX_ROUTES]: the layer's, or null. counters[0] += distinct
+// experts.
 extern "C" __global__ void __launch_bounds__(512)
     expert_plan(const float* logits, const int* live, float* weights, int* experts, u64* address, const u64* spares,
                 int* filled, int* used, int* plan, u64* counters, int num_tokens, int top_k, int num_experts, int norm,
-                int num_spares) {
+                int num_spares, int shared) {
     constexpr int MAX_EXPERTS = 512, PER_LANE = MAX_EXPERTS / 32;
     // Three counts of up to 160 in a word: of routes, of experts hit, of those in host memory.
     constexpr int HITS = 10, MISSES = 20, COUNT = (1 << HITS) - 1;
@@ -38,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(512)
     __shared__ int totals[16];
     __shared__ int free_places[MAX_ROUTES];
     __shared__ int num_free;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_routes = num_tokens * top_k;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, ranks = top_k + shared,
+              num_routes = num_tokens * ranks;
     counts[threadIdx.x] = 0;
     if (threadIdx.x == 0) num_free = 0;
     let_next_start();
@@ -75,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(512)
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++) {
                 const int e = lane + 32 * i;
-                keys[i] = e < num_experts ? ordered(logits[warp * num_experts + e]) : 0;
+                keys[i] = e < num_experts ? ordered(logits[warp * (num_experts + shared) + e]) : 0;
             }
             find_best();
             u32 winner = warp_max(best);
@@ -98,16 +101,20 @@ extern "C" __global__ void __launch_bounds__(512)
                 winner = warp_max(best);
             }
             if (lane < top_k) {
-                const int at = warp * top_k + lane;
+                const int at = warp * ranks + lane;
                 weights[at] = norm ? mine / total : mine;
                 experts[at] = chosen[at] = expert;
+            } else if (lane == top_k && shared) {
+                const int at = warp * ranks + lane;
+                weights[at] = 1.f / (1.f + __expf(-logits[warp * (num_experts + 1) + num_experts]));
+                experts[at] = chosen[at] = num_experts;
             }
         }
     } else if (threadIdx.x < num_routes) {
         chosen[threadIdx.x] = experts[threadIdx.x];
     }
     __syncthreads();
-    const bool routed = threadIdx.x < num_routes && (live == nullptr || live[threadIdx.x / top_k] >= 0);
+    const bool routed = threadIdx.x < num_routes && (live == nullptr || live[threadIdx.x / ranks] >= 0);
     if (routed) atomicAdd(&counts[chosen[threadIdx.x]], 1);
     __syncthreads();
 
@@ -150,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(512)
         int at = -1;
         if (routed) {
             at = place[expert] & COUNT;
-            for (int r = 0; r < threadIdx.x; r++) at += chosen[r] == expert && (live == nullptr || live[r / top_k] >= 0);
-            plan[PLAN_TOKENS + at] = threadIdx.x / top_k;
+            for (int r = 0; r < threadIdx.x; r++) at += chosen[r] == expert && (live == nullptr || live[r / ranks] >= 0);
+            plan[PLAN_TOKENS + at] = threadIdx.x / ranks;
         }
         plan[PLAN_PLACES + threadIdx.x] = at;
     }
