@@ -189,7 +189,7 @@ def test_ask_keeps_its_document(tmp_path, capsys, hut):
     assert (
         document["label"] == "hut.txt" and document["id"].startswith("doc-") and len(found["prefixes"]) == 2
     )
-    assert document["stored_tokens"] == document["tokens"] > 900
+    assert document["stored_tokens"] == document["tokens"] // 64 * 64 > 900
     shown = cache(capsys, "show", document["id"], "--store", store)
     text = hut.read_text()
     assert shown["pages"] == [[1, 0, len(text)]]

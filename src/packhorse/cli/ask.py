@@ -133,12 +133,9 @@ def command(
         )
     asking.warn_of_cut(answer, session.window, say)
     finish(session, documents if store is not None and system is None else [], say)
-    citations = check_quotes(answer.text, documents) if cite else []
-    for citation in citations:
-        note(asking.printable(str(citation)))
+    citations = say_quotes(answer.text, documents) if cite else {}
     if json:
-        told = describe(model, session.facts.name, answer, documents, notes)
-        print_json(told | ({"citations": [asdict(c) for c in citations]} if cite else {}))
+        print_json(describe(model, session.facts.name, answer, documents, notes) | citations)
     if stats is not None:
         write_stats(stats, answer)
     sys.stdout.flush()
@@ -155,6 +152,14 @@ def check_options(
         raise UsageError("--cite quotes documents, and there is none.", hint="Give --document FILE.")
     if stats is not None:
         check_writable(stats)
+
+
+def say_quotes(answer: str, documents: Sequence[Document]) -> dict[str, Any]:
+    """Say on which pages the quotes of an answer stand; the same as a part of a JSON document."""
+    citations = check_quotes(answer, documents)
+    for citation in citations:
+        note(asking.printable(str(citation)))
+    return {"citations": [asdict(citation) for citation in citations]}
 
 
 def finish(session: Session, documents: Sequence[Document], say: Callable[[str], None]) -> None:

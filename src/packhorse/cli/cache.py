@@ -24,12 +24,15 @@ from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
 from packhorse.store.documents import find_document
 from packhorse.store.durable import DurableStore, Prefix, wipe
+from packhorse.store.export import export_prefix, import_prefix
 from packhorse.text.documents import compose
 from packhorse.text.template import ChatTemplate, mark_positions
 from packhorse.text.tokenizer import Tokenizer
 
 SHOWN_CHARS = 240
 """Of a text that is shown."""
+MIN_PASSPHRASE = 16
+"""Bytes."""
 
 
 class Action(StrEnum):
@@ -41,25 +44,39 @@ class Action(StrEnum):
     UNPIN = "unpin"
     RM = "rm"
     WHY = "why"
+    EXPORT = "export"
+    IMPORT = "import"
     VERIFY = "verify"
     WIPE = "wipe"
 
 
 TARGETS = {
     Action.LS: (), Action.SHOW: ("ID",), Action.PIN: ("ID",), Action.UNPIN: ("ID",), Action.RM: ("ID",),
-    Action.WHY: ("MODEL", "QUESTION"), Action.VERIFY: (), Action.WIPE: (),
+    Action.EXPORT: ("ID", "FILE"), Action.IMPORT: ("FILE",), Action.WHY: ("MODEL", "QUESTION"),
+    Action.VERIFY: (), Action.WIPE: (),
 }  # fmt: skip
 
 ActionArgument = Annotated[
     Action,
     typer.Argument(
         help="ls: what was read. show, pin, unpin, rm: one of these. why: where a question (as in ask) parts from "
-        "what is stored. verify: read and check every file. wipe: delete all."
+        "what is stored. export, import: one of these as a file. verify: read and check every file. wipe: delete all."
     ),
 ]
 TargetArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID | MODEL QUESTION]", help="An id that ls shows; for why a question."),
+    typer.Argument(
+        metavar="[ID | FILE | MODEL QUESTION]", help="An id that ls shows, a file; for why a question."
+    ),
+]
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key-file",
+        metavar="FILE",
+        help="A passphrase for export and import. [default: the store's own secret, good for this store alone]",
+        show_default=False,
+    ),
 ]
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", help="The store's folder.")]
 
@@ -69,6 +86,7 @@ def command(
     store: StoreOption,
     target: TargetArgument = None,
     document: asking.DocumentOption = None,
+    key_file: KeyFileOption = None,
     json: JsonOption = False,
     cache: CacheOption = None,
     offline: OfflineOption = False,
@@ -82,6 +100,9 @@ def command(
         )
     if document and action is not Action.WHY:
         raise UsageError("--document is for cache why alone.", hint="Leave it out.")
+    if key_file is not None and action not in (Action.EXPORT, Action.IMPORT):
+        raise UsageError("--key-file is for cache export and import alone.", hint="Leave it out.")
+    passphrase = None if key_file is None else read_passphrase(key_file)
     if action is Action.WIPE:
         wipe(store)
         found: dict[str, Any] = {"deleted": str(store)}
@@ -93,6 +114,12 @@ def command(
         try:
             if action is Action.WHY:
                 found = why(opened, find_model(given[0], cache, offline), given[1], document or [])
+            elif action is Action.IMPORT:
+                found = import_prefix(opened, Path(given[0]), passphrase)
+            elif action is Action.EXPORT:
+                prefix = find_prefix(opened, given[0])
+                size = export_prefix(opened, prefix, Path(given[1]), passphrase)
+                found = {**describe(opened, prefix), "file": given[1], "file_bytes": size}
             else:
                 found = act(opened, action, given)
         finally:
@@ -134,6 +161,22 @@ def act(store: DurableStore, action: Action, given: list[str]) -> dict[str, Any]
     return {**described, "pinned": action is Action.PIN}
 
 
+def read_passphrase(path: Path) -> bytes:
+    """Raises UsageError where the file cannot be read or is too short to keep anybody out."""
+    try:
+        passphrase = path.read_bytes().strip()
+    except OSError as error:
+        raise UsageError(
+            f"The key file {path} cannot be read: {error.strerror}.", hint="Check the path."
+        ) from error
+    if len(passphrase) < MIN_PASSPHRASE:
+        raise UsageError(
+            f"The passphrase in {path} has {len(passphrase)} bytes, and {MIN_PASSPHRASE} are the least.",
+            hint="Make one: openssl rand -hex 24",
+        )
+    return passphrase
+
+
 def find_prefix(store: DurableStore, name: str) -> Prefix:
     """The prefix of an id that `ls` shows, or of its beginning. Raises UsageError where none or several are."""
     found = [p for p in store.prefixes() if (p.document or p.key.hex()).startswith(name)]
@@ -149,12 +192,14 @@ def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
     """A prefix as a JSON-ready document. bytes: of all that it needs, shared or not. stored_tokens: of its tokens
     those whose pages are still there."""
     records = store.records_of(prefix)
+    page_bytes = store.page_bytes(prefix.model)
+    whole = len(prefix.tokens) // page_bytes * page_bytes // 4  # what pages hold
     return {
         "id": prefix.document or prefix.key.hex()[:12],
         "label": prefix.label,
         "model": store.models()[prefix.model]["name"],
         "tokens": len(prefix.tokens) // 4,
-        "stored_tokens": min(len(prefix.tokens) // 4, max((r.stop for r in records), default=0)),
+        "stored_tokens": min(whole, max((r.stop for r in records), default=0)),
         "bytes": sum(r.num_bytes for r in records),
         "pinned": bool(prefix.pinned),
         "asked": prefix.hits + 1,

@@ -70,6 +70,12 @@ class CorruptFileError(RefusedError):
     kind = "corrupt_file"
 
 
+class NotAuthenticError(RefusedError):
+    """A file that whoever holds the secret has not written, or that was changed since."""
+
+    kind = "not_authentic"
+
+
 class UnsupportedModelError(RefusedError):
     """A model, or a feature of one, that is not built."""
 
