@@ -3,14 +3,18 @@
 A clock that no test waits for says how long units and steps take; where it ticks at every look, a slice is one unit.
 """
 
+import dataclasses
 import random
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
 
+import gguf
 import pytest
 import torch
+from gguf_files import write_model
 from test_engine_machine import EngineMachine, drive
+from test_packed_models import wide_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle
@@ -18,7 +22,7 @@ from engines import IdsAsText, ask, make_engine, one_pass, run_all, tiny_model
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import ComputeError, UsageError
 from packhorse.core.types import FinishReason, Request, SamplingParams
-from packhorse.core.units import GIB
+from packhorse.core.units import GIB, MIB
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
 from packhorse.engine.size import size_engine
@@ -437,6 +441,25 @@ def test_planned_bytes_and_settings():
         EngineConfig(sweep_len=1000)
     with pytest.raises(UsageError, match="max_decode_gap is 0"):
         EngineConfig(max_decode_gap=0.0)
+
+
+def test_streamed_experts_are_swept_for(tmp_path):
+    """As long as the window, or as an eighth of the room for experts allows; 0 is obeyed, and the cap is kept."""
+    model = wide_model("qwen3_moe", num_hidden_layers=6, num_experts=16)
+    facts = read_model(write_model(model, tmp_path / "m.gguf", quant=gguf.GGMLQuantizationType.Q8_0))
+    config = EngineConfig(context=8192, sequences=1, kv="fp8", dtype="fp16", device="cuda", chunk_len=256)
+    whole = size_engine(facts, config, "fp16", 8 * GIB)
+    assert whole.expert_slots is None and whole.sweep_len == 0
+    cap = whole.device_bytes - 2 * MIB
+    asked = {
+        n: size_engine(facts, dataclasses.replace(config, sweep_len=n), "fp16", cap) for n in (None, 0, 512)
+    }
+    assert all(sizes.expert_slots and sizes.device_bytes <= cap for sizes in asked.values())
+    assert [sizes.sweep_len for sizes in asked.values()] == [1024, 0, 512]
+    for sweep_len in (1024, 512):
+        sizes = asked[sweep_len if sweep_len == 512 else None]
+        assert sizes.workspace_bytes - asked[0].workspace_bytes == sweep_len * 4 * 256
+    assert asked[0].expert_bytes // 8 >= 1024 * 4 * 256 and "sweeps of 1,024" in asked[None].notes[-1]
 
 
 def test_a_loaded_engine_sweeps_where_it_is_told_to():
