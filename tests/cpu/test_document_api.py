@@ -250,3 +250,22 @@ def test_what_is_pinned_is_never_evicted(tmp_path):
         assert caught.value.asked > caught.value.available == share
         assert find_document(disk, None, "doc-x") is None
         assert json.loads(live.get("/health").text)["status"] == "ready"
+
+
+def test_an_idle_server_forgets_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("packhorse.server.documents.EXPIRY_S", 0.05)
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        kept = live.post("/v1/documents", {"text": "The inn has two stables. " * 30}).json()
+        body = {"text": TEXT, "pin": True, "expires_after": {"anchor": "created_at", "seconds": 1}}
+        gone = live.post("/v1/documents", body).json()
+        ask(live, [by_id(gone["id"]), question()])
+
+        def ids() -> list[str]:
+            return [d["id"] for d in live.get("/v1/documents").json()["data"]]
+
+        assert gone["id"] in ids()
+        live.wait(lambda: ids() == [kept["id"]])
+        disk = live.service.session.engine.store.lower.disk
+        assert {p.document for p in disk.prefixes()} == {kept["id"], None}
+        assert disk.counters["expired_documents"] == 1
+        assert live.get(f"/v1/documents/{kept['id']}").json()["bytes"]["disk"] > 0

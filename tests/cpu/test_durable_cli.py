@@ -201,3 +201,16 @@ def test_ask_keeps_its_document(tmp_path, capsys, hut):
     assert cache(capsys, "ls", "--store", store)["documents"] == []
     assert ask(store, hut, QUESTION) == 0
     assert figures(capsys)[1] < 64, "what was asked about it has gone with it"
+
+
+def test_what_is_too_old_is_read_again(tmp_path, capsys, hut, monkeypatch):
+    store, now = tmp_path / "s", 1e9
+    monkeypatch.setattr("packhorse.store.durable.FileSystem.now", lambda _: now)
+    for days, found in ((0.0, False), (1.5, True), (2.5, False), (3.0, True)):
+        now = 1e9 + days * 86400
+        assert ask(store, hut, "--keep-days", "2", QUESTION) == 0
+        assert (figures(capsys)[1] > 900) is found, days
+    assert cli.run(["ask", "x", "--keep-days", "2", QUESTION]) == 2
+    assert "there is none" in capsys.readouterr().err
+    assert ask(store, hut, "--keep-days", "0", QUESTION) == 2
+    assert "--keep-days is 0.0" in capsys.readouterr().err

@@ -514,3 +514,70 @@ def test_ram_keeps_to_its_size():
     assert ram.used == sum(ram._cost(i.record.num_bytes) for i in ram._images.values())
     ram.clear()
     assert (len(ram), ram.used, ram._by_parent, ram._states) == (0, 0, {}, {})
+
+
+DAY = 86400.0
+
+
+def aged(folder: Path, files: Faulty, max_age: float | None = 10 * DAY) -> DurableStore:
+    return DurableStore(folder, quota=64 * MIB, reserve=0, max_age=max_age, files=files)
+
+
+def test_what_is_too_old_is_deleted(tmp_path):
+    files = Faulty()
+    store = aged(tmp_path / "s", files)
+    model = store.add_model(numbers.MODEL, {"name": "numbers", "page_len": "4"})
+    for number, day in ((0, 0), (1, 5), (3, 9)):
+        files.clock = 1e9 + day * DAY
+        assert store.write(model, [numbers.image(number)])
+        store.note_prefix(model, numbers.key(number, "parent"), numbers.key(number), b"1234" * 4, "x")
+    store.touch([numbers.image(0).record])
+    store.expire()
+    check_found(store, 0)
+    files.clock = 1e9 + 10.5 * DAY
+    store.expire()
+    assert numbers.find(store, 0) is None and len(store.prefixes()) == 2, "used or not"
+    check_found(store, 1)
+    assert store.counters["expired_records"] == 1
+    store.close()
+    files.clock = 1e9 + 15.5 * DAY
+    aged(tmp_path / "s", files, None).close()
+    store = aged(tmp_path / "s", files)
+    assert numbers.find(store, 1) is None, "a start looks too"
+    check_found(store, 3)
+    check_consistent(store)
+    store.set_pinned(store.prefixes()[0], True)
+    files.clock = 1e9 + 40 * DAY
+    store.expire()
+    assert files_of(store.folder) == [] and store.prefixes() == [], "a pin is for room, not for time"
+
+
+def test_ages_when_the_clock_goes_back(tmp_path):
+    """What was written in the future counts from now on: it is kept no longer than the limit, and no less."""
+    files = Faulty()
+    store = aged(tmp_path / "s", files)
+    model = store.add_model(numbers.MODEL, {"name": "numbers", "page_len": "4"})
+    files.clock = 1e9 + 1000 * DAY
+    assert store.write(model, [numbers.image(0)])
+    files.clock = 1e9
+    store.expire()
+    files.clock = 1e9 + 9 * DAY
+    store.expire()
+    check_found(store, 0)
+    files.clock = 1e9 + 11 * DAY
+    store.expire()
+    assert numbers.find(store, 0) is None
+
+
+def test_an_expiry_that_fails_is_trouble_and_tried_again(tmp_path, monkeypatch):
+    files = Faulty()
+    store = aged(tmp_path / "s", files)
+    model = store.add_model(numbers.MODEL, {"name": "numbers"})
+    assert store.write(model, [numbers.image(0)])
+    files.clock += 11 * DAY
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_delete", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "x")))
+        store.expire()
+    assert "expiry failed" in store.trouble and len(files_of(store.folder)) == 1
+    store.expire()
+    assert files_of(store.folder) == []

@@ -16,10 +16,12 @@ from packhorse.cli.common import (
     CacheOption,
     DiskOption,
     JsonOption,
+    KeepDaysOption,
     ModelArgument,
     OfflineOption,
     RamOption,
     StoreOption,
+    VramOption,
     close_session,
     note,
     print_json,
@@ -84,7 +86,9 @@ def command(
     exact: asking.ExactOption = False,
     store: StoreOption = None,
     disk: DiskOption = None,
+    keep_days: KeepDaysOption = None,
     ram: RamOption = None,
+    vram: VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
     raw: RawOption = False,
     cite: CiteOption = False,
@@ -100,7 +104,7 @@ def command(
     )
     config = EngineConfig(
         context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, exact=exact,
-        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram),
+        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram, vram, keep_days),
     )  # fmt: skip
     check_options(system, document, stats, raw=raw, cite=cite)
     notes: list[str] = []

@@ -12,6 +12,7 @@ from packhorse.cli.common import (
     CacheOption,
     DiskOption,
     JsonOption,
+    KeepDaysOption,
     ModelArgument,
     OfflineOption,
     RamOption,
@@ -58,6 +59,7 @@ def command(
     exact: asking.ExactOption = False,
     store: StoreOption = None,
     disk: DiskOption = None,
+    keep_days: KeepDaysOption = None,
     ram: RamOption = None,
     vram: VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
@@ -74,7 +76,7 @@ def command(
     )
     config = EngineConfig(
         context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, exact=exact,
-        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram, vram),
+        as_arch=as_arch, threads=threads, **store_fields(store, disk, ram, vram, keep_days),
     )  # fmt: skip
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(

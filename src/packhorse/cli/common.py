@@ -52,6 +52,12 @@ DiskOption = Annotated[
     str | None,
     typer.Option("--disk", metavar="SIZE", help="What the store may take. [default: 64GiB]"),
 ]
+KeepDaysOption = Annotated[
+    float | None,
+    typer.Option(
+        "--keep-days", metavar="DAYS", help="Delete what has been in the store for so long. [default: never]"
+    ),
+]
 RamOption = Annotated[
     str | None,
     typer.Option(
@@ -67,14 +73,21 @@ VramOption = Annotated[
 
 
 def store_fields(
-    store: Path | None, disk: str | None, ram: str | None, vram: str | None = None
+    store: Path | None,
+    disk: str | None,
+    ram: str | None,
+    vram: str | None = None,
+    keep_days: float | None = None,
 ) -> dict[str, Any]:
     """The fields of EngineConfig that were given. Raises UsageError where one does nothing, or is no size."""
     if disk is not None and store is None:
         raise UsageError("--disk bounds a store, and there is none.", hint="Give --store DIR too.")
+    if keep_days is not None and store is None:
+        raise UsageError("--keep-days bounds a store, and there is none.", hint="Give --store DIR too.")
     given = {
         "store": None if store is None else store.resolve(),
         "disk": None if disk is None else parse_bytes(disk),
+        "keep_days": keep_days,
         "ram": None if ram is None else parse_bytes(ram),
         "vram": None if vram in (None, "auto") else parse_bytes(vram),
     }

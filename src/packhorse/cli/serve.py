@@ -14,6 +14,7 @@ from packhorse.cli.common import (
     CacheOption,
     DiskOption,
     JsonOption,
+    KeepDaysOption,
     ModelArgument,
     OfflineOption,
     RamOption,
@@ -135,6 +136,7 @@ def command(
     exact: ExactOption = None,
     store: StoreOption = None,
     disk: DiskOption = None,
+    keep_days: KeepDaysOption = None,
     ram: RamOption = None,
     vram: VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
@@ -158,7 +160,7 @@ def command(
     model_options = {
         "name": name, "context": context, "sequences": sequences, "kv_tokens": kv_tokens, "snapshots": snapshots,
         "max_tokens": max_tokens, "threads": threads, "dtype": dtype, "kv": kv, "weights": weights,
-        "device": device, "as_arch": as_arch, "exact": exact, **store_fields(store, disk, ram, vram),
+        "device": device, "as_arch": as_arch, "exact": exact, **store_fields(store, disk, ram, vram, keep_days),
         "chat_template": None if chat_template is None else chat_template.resolve(),
     }  # fmt: skip
     planned = None if plan is None else read_plan(plan, model_options)

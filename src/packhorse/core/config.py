@@ -66,6 +66,8 @@ class EngineConfig:
     """Folder in which what was read is kept for later processes. None: nowhere."""
     disk: int = 64 * GIB
     """Bytes that the folder may take."""
+    keep_days: float | None = None
+    """Days after which what was written there is deleted, pinned or not. None: never."""
     ram: int = 0
     """Bytes of host memory for what has no room in the KV pool any more."""
 
@@ -80,6 +82,10 @@ class EngineConfig:
         for name in ("snapshots", "disk", "ram"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}.", hint="Give 0 or more.")
+        if self.keep_days is not None and not self.keep_days > 0:
+            raise UsageError(
+                f"keep_days is {self.keep_days}.", hint="Give a number above 0, or leave it out."
+            )
         if self.sweep_len and self.sweep_len < self.chunk_len:
             raise UsageError(
                 f"sweep_len is {self.sweep_len}, and a chunk has {self.chunk_len} tokens.",

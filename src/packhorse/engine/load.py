@@ -38,6 +38,7 @@ from packhorse.store.durable import DurableStore
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
 
+DAY_S = 86400.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -205,7 +206,8 @@ def open_disk(
     where they are new or have changed. Raises what DurableStore and model_identity raise."""
     if config.store is None:
         return None, b""
-    disk = DurableStore(config.store, quota=config.disk)
+    max_age = None if config.keep_days is None else config.keep_days * DAY_S
+    disk = DurableStore(config.store, quota=config.disk, max_age=max_age)
     known = config.store / "files.json"
     identity = model_identity(
         facts, geometry, known, device=config.device, exact=config.exact, packed=sizes.packed

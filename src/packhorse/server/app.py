@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TextIO
@@ -41,7 +42,9 @@ def make_app(service: Service, *, log: TextIO | None = None) -> Gate:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.worker.start()
+        expiring = asyncio.create_task(service.documents.expire_for_ever())
         yield
+        expiring.cancel()
         await service.worker.stop()
 
     app = FastAPI(title="Packhorse", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +25,7 @@ from packhorse.server.errors import ApiError, bad_field
 from packhorse.server.gate import Call
 from packhorse.server.schema import DocumentRequest, validate
 from packhorse.server.stream import LongResponse, sse_frame
-from packhorse.server.worker import Job
+from packhorse.server.worker import Job, StoppedError
 from packhorse.store.documents import StoredDocument
 from packhorse.text.documents import Document
 
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
     from packhorse.store.durable import DurableStore
     from packhorse.store.lower import LowerTiers
 
+T = TypeVar("T")
+
 FORM = "multipart/form-data"
+EXPIRY_S = 60.0
+"""Between two looks at what is too old."""
 _FLAGS = {"true": True, "false": False}
 
 
@@ -81,13 +86,22 @@ class Documents:
 
     async def delete(self, call: Call, name: str) -> dict[str, Any]:
         """DELETE /v1/documents/{id}: the document, what was asked about it, and what of that no other needs."""
-        disk = self.disk
         stored = await self.service.prepare(self._find, self.service.tenant(call), name)
-        future = await self.service.worker.call(
-            lambda _: self.lower.after_writing(lambda: disk.remove(stored.prefix))
-        )
-        freed = await asyncio.wrap_future(future)
+        freed = await self._write(lambda disk: disk.remove(stored.prefix))
         return {"id": name, "object": "document.deleted", "deleted": True, "freed_bytes": freed}
+
+    async def expire_for_ever(self) -> None:
+        """Now and then delete what is too old: an idle server writes nothing, and still forgets in time."""
+        while True:
+            await asyncio.sleep(EXPIRY_S)
+            with suppress(ApiError, StoppedError):  # no model, or no store
+                await self._write(lambda disk: disk.expire())
+
+    async def _write(self, function: Callable[[DurableStore], T]) -> T:
+        """What a function gives that changes the store."""
+        lower, disk = self.lower, self.disk
+        future = await self.service.worker.call(lambda _: lower.after_writing(lambda: function(disk)))
+        return await asyncio.wrap_future(future)
 
     async def describe(self, stored: StoredDocument, tenant: str) -> dict[str, Any]:
         """A document as the API tells it."""
