@@ -74,7 +74,7 @@ class Engine:
             self.sweeper = SweepRunner(runner, store, self.scheduler.sweep_rows, clock=clock)
         self.max_decode_gap = max_decode_gap
         self._clock = clock
-        # Of the last step, unless a slice of a sweep came after it; of the slices whose speed has not been noted.
+        # Of the last step, 0 where that was a slice of a sweep; of the slices whose speed has not been noted.
         self._step_s = self._sweep_s = 0.0
         self._read_len = 0
         self._noted_layers = 0
@@ -129,21 +129,10 @@ class Engine:
         """
         self._step, self._drawn = None, False
         self._step = step = self.scheduler.schedule()
-        if step.sweep is not None:
-            events = self._run_slice(step, step.sweep)
-            self.write_behind()
-            return events
         began = self._clock()
-        logits = self._compute(step)
-        tokens = sample(logits, [self._samplers[s.id] for s in step.sampled])
-        self._drawn = True
-        self._step_s = self._clock() - began
-        if self.store.lower is not None and step.prompt_len >= MEASURED_TOKENS:
-            self.store.lower.note_compute(step.prompt_len, self._step_s)
-        self._complete(step)
-        events = self._report(step, tokens)
+        events = self._run_step(step) if step.sweep is None else self._run_slice(step, step.sweep)
         self.write_behind()
-        self._read_len += step.prompt_len
+        self._step_s = self._clock() - began if step.sweep is None else 0.0
         if not self.has_work and self._read_len >= HEAP_TOKENS:
             self._read_len = 0
             give_back_freed()
@@ -234,14 +223,25 @@ class Engine:
     def _compute(self, step: Step) -> Tensor:
         return self.runner.run(step, self.store.views(self.runner.spans(step)))
 
+    def _run_step(self, step: Step) -> list[Event]:
+        began = self._clock()
+        logits = self._compute(step)
+        tokens = sample(logits, [self._samplers[s.id] for s in step.sampled])
+        self._drawn = True
+        if self.store.lower is not None and step.prompt_len >= MEASURED_TOKENS:
+            self.store.lower.note_compute(step.prompt_len, self._clock() - began)
+        self._complete(step)
+        self._read_len += step.prompt_len
+        return self._report(step, tokens)
+
     def _run_slice(self, step: Step, sweep: Sweep) -> list[Event]:
         """Units of a sweep, until others have to go on; a sequence that has passed all layers is completed."""
         assert self.sweeper is not None
         events = [self._fail(sequence, error) for sequence, error in step.refused]
         began = self._clock()
         logits = self.sweeper.run(sweep, self.max_decode_gap - self._step_s)
-        passed, self._step_s = sweep.passed, 0.0
         self._sweep_s += self._clock() - began
+        passed = sweep.passed
         if passed is not None:
             events.append(self._complete_swept(sweep, passed, logits))
         if self.scheduler.sweep is None:
@@ -253,6 +253,7 @@ class Engine:
         tokens = [] if logits is None else sample(logits[None], [self._samplers[sequence.id]])
         for work in works:
             self.store.complete([work], {work.slot: work.token_ids})
+            self._read_len += work.length
         self.scheduler.leave_sweep(sequence)
         return self._report_token(works[-1], tokens[0]) if tokens else self._event(sequence)
 
