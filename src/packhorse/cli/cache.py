@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from enum import StrEnum
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ from packhorse.store.export import export_prefix, import_prefix
 from packhorse.text.documents import compose
 from packhorse.text.template import ChatTemplate, mark_positions
 from packhorse.text.tokenizer import Tokenizer
+from packhorse.text.volatile import find_volatile, volatile_kind
 
 SHOWN_CHARS = 240
 """Of a text that is shown."""
@@ -78,6 +80,10 @@ KeyFileOption = Annotated[
         show_default=False,
     ),
 ]
+RequestOption = Annotated[
+    Path | None,
+    typer.Option("--request", metavar="FILE", help="For why: the body of a chat request, not a question."),
+]
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", help="The store's folder.")]
 
 
@@ -87,12 +93,17 @@ def command(
     target: TargetArgument = None,
     document: asking.DocumentOption = None,
     key_file: KeyFileOption = None,
+    request: RequestOption = None,
     json: JsonOption = False,
     cache: CacheOption = None,
     offline: OfflineOption = False,
 ) -> None:
     """Every action prints what it found or did; verify ends with exit code 4 where a file is damaged."""
     given, wanted = target or [], TARGETS[action]
+    if request is not None:
+        if action is not Action.WHY or document:
+            raise UsageError("--request is for cache why alone, without --document.", hint="Leave it out.")
+        wanted = wanted[:1]
     if len(given) != len(wanted):
         raise UsageError(
             f"cache {action} takes {' and '.join(wanted) or 'no target'}, and {len(given)} were given.",
@@ -113,7 +124,12 @@ def command(
         opened = DurableStore(store, quota=1 << 62)
         try:
             if action is Action.WHY:
-                found = why(opened, find_model(given[0], cache, offline), given[1], document or [])
+                if request is not None:
+                    chat = read_request(request)
+                else:
+                    prompt = compose(asking.read_documents(document or [], note), given[1])
+                    chat = {"messages": [{"role": "user", "content": prompt.parts}]}
+                found = why(opened, find_model(given[0], cache, offline), chat)
             elif action is Action.IMPORT:
                 found = import_prefix(opened, Path(given[0]), passphrase)
             elif action is Action.EXPORT:
@@ -223,13 +239,29 @@ def shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:half]} [...] {text[-half:]}"
 
 
-def why(store: DurableStore, path: Path, question: str, documents: list[Path]) -> dict[str, Any]:
-    """The stored prefix that a question goes furthest with, and where and how they part."""
+def read_request(file: Path) -> dict[str, Any]:
+    """Messages and tools of a chat request's body. Raises UsageError where the file holds none."""
+    from packhorse.server.errors import ApiError
+    from packhorse.server.prompt import plain_message
+    from packhorse.server.schema import TokenizeRequest, validate
+
+    try:
+        body = loads(file.read_bytes())
+        asked, _ = validate(TokenizeRequest, {name: body.get(name) for name in ("messages", "tools")})
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        return {"messages": [plain_message(m) for m in asked.messages or ()], "tools": tools or None}
+    except (OSError, ValueError, AttributeError, ApiError) as error:
+        raise UsageError(
+            f"{file} is no chat request: {getattr(error, 'message', error)}", hint="Give its body as JSON."
+        ) from error
+
+
+def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]:
+    """The stored prefix that a chat goes furthest with, and where and how they part. chat: messages and tools."""
     facts = read_model(path)
     tokenizer = Tokenizer.load(facts)
     template = ChatTemplate.load(facts, tokenizer, None)
-    prompt = compose(asking.read_documents(documents, note), question)
-    ids, _ = mark_positions(template, tokenizer, [{"role": "user", "content": prompt.parts}])
+    ids, _ = mark_positions(template, tokenizer, **chat)
     best: tuple[int, Prefix] | None = None
     for prefix in store.prefixes():
         if store.models()[prefix.model]["name"] == facts.name:
@@ -241,7 +273,14 @@ def why(store: DurableStore, path: Path, question: str, documents: list[Path]) -
     if best is None:
         return {"tokens": len(ids), "agreed_tokens": 0, "reason": f"nothing of {facts.name} is stored"}
     length, prefix = best
+    prompt = tokenizer.decode(ids, skip_special=False)
+    position = len(tokenizer.decode(ids[:length], skip_special=False))
+    line = prompt[prompt.rfind("\n", 0, position) + 1 :].partition("\n")[0]
+    kind = volatile_kind(line)
     stored = array("I", prefix.tokens)
+    reason = "the texts differ" if kind is None else f"a line that changes each time ({kind})"
+    if length == len(stored):
+        reason = "all that is stored agrees"
 
     def text(tokens: Any) -> str:
         return tokenizer.decode(list(tokens), skip_special=False)
@@ -250,6 +289,9 @@ def why(store: DurableStore, path: Path, question: str, documents: list[Path]) -
         **describe(store, prefix),
         "tokens": len(ids),
         "agreed_tokens": length,
+        "position": position,
+        "volatile": [f"{v.kind} at {v.position}: {v.text}" for v in find_volatile(prompt)],
+        "reason": reason,
         "after": text(ids[max(0, length - 24) : length]),
         "asked_text": text(ids[length : length + 24]),
         "stored_text": text(stored[length : length + 24]),

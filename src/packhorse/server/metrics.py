@@ -31,6 +31,9 @@ class Metrics:
         self.requests = Counter("requests", "Calls by path and status.", ["path", "status"], **own)
         self.errors = Counter("errors", "Calls that ended with an error, by its code.", ["code"], **own)
         self.gone = Counter("disconnects", "Clients that left before their answer was complete.", **own)
+        self.volatile = Counter(
+            "volatile_lines", "Lines at the head of prompts that change, by kind.", ["kind"], **own
+        )
         self._prompt = Counter("prompt_tokens", "Tokens of prompts, read or reused.", **own)
         self._cached = Counter("cached_tokens", "Tokens of prompts that were reused.", **own)
         self._generated = Counter("generated_tokens", "Tokens generated.", **own)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from packhorse.core.errors import InvalidRequestError, PromptTooLongError, UsageError
@@ -25,6 +25,7 @@ from packhorse.text.reasoning import Think, opens_thought, thinking_options
 from packhorse.text.template import ChatTemplate, mark_positions
 from packhorse.text.tokenizer import text_marks
 from packhorse.text.tools import tool_format
+from packhorse.text.volatile import HEAD_CHARS, find_volatile
 
 if TYPE_CHECKING:
     from packhorse.engine.session import Session
@@ -76,7 +77,7 @@ class Preparer:
         wanted = asked.max_completion_tokens or asked.max_tokens
         if asked.max_tokens == 0:
             raise bad_field("max_tokens", "max_tokens is 0.", "A chat answer needs at least 1.")
-        plain, documents, cite = attach([_plain(m) for m in asked.messages], find)
+        plain, documents, cite = attach([plain_message(m) for m in asked.messages], find)
         cited = tuple(documents) if asked.citations or cite else ()
         if asked.citations and not documents:
             raise bad_field(
@@ -92,6 +93,8 @@ class Preparer:
         report: dict[str, Any] = {"folded_messages": folded} if folded else {}
         if asked.truncation == "auto" and len(ids) + (wanted or 1) > self.window:
             report["truncation"], ids, marks = self._shorten(template, plain, options, wanted or 1, len(ids))
+        if volatile := find_volatile(self.tokenizer.decode(ids[:HEAD_CHARS], skip_special=False)):
+            report["volatile"] = [asdict(line) for line in volatile]
         inside = opens_thought(self.tokenizer.decode(ids[-16:], skip_special=False))
         ends = (tool_text.CLOSE,) if tools and asked.parallel_tool_calls is False else ()
         params = self._sampling(asked, len(ids), wanted, asked.top_logprobs if asked.logprobs else None, ends)
@@ -152,7 +155,7 @@ class Preparer:
         options: dict[str, Any] = dict(self.defaults.options)
         if asked.tools:
             options["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
-        plain, _, _ = attach([_plain(m) for m in asked.messages or ()], find)
+        plain, _, _ = attach([plain_message(m) for m in asked.messages or ()], find)
         messages, _ = fold(template, plain, options)
         return self.tokenizer.encode(template.render(messages, **options), special=False)
 
@@ -429,7 +432,7 @@ def prompts_of(asked: CompletionRequest) -> Sequence[str | list[int]]:
     return [prompt] if single else prompt
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def plain_message(message: Message) -> dict[str, Any]:
     """A message as templates want it: known fields, arguments of calls as objects, content always there."""
     given = message.model_dump(exclude_none=True)
     if given.get("function_call"):

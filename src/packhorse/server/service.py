@@ -220,6 +220,8 @@ class _Answer:
         asked, service = self.asked, self.service
         prepared = await service.prepare(prepare, asked, self.call.id)
         service.check_room(sum(len(group) for group in prepared.groups))
+        for line in prepared.report.get("volatile", ()):
+            service.metrics.volatile.labels(line["kind"]).inc()
         tenant = service.tenant(self.call)
         store = asked.store is not False
         groups = [[replace(r, tenant=tenant, store=store) for r in group] for group in prepared.groups]
