@@ -5,6 +5,9 @@ card | others | our context and modules | torch's allocator: pools, buffers, gra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from packhorse.core.errors import DoesNotFitError
@@ -69,3 +72,22 @@ class CardMemory:
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
         return ours
+
+
+@contextmanager
+def room_on(card: CardMemory | None) -> Iterator[None]:
+    """Raises DoesNotFitError where an allocation fails meanwhile: another program took memory that was free when sizes
+    were decided, or more was needed than was planned."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        assert card is not None
+        free, total = torch.cuda.mem_get_info(card.device)
+        raise DoesNotFitError(
+            f"The card ran out of memory: {format_bytes(card.cap)} were to be used, this process has "
+            f"{format_bytes(card.used_bytes())}, and {format_bytes(free)} of {format_bytes(total)} are free.",
+            asked=card.cap,
+            available=card.used_bytes() + free,
+            unit="bytes",
+            hint="If another program uses the card, end it or give a --vram that leaves it room; else report this.",
+        ) from error

@@ -14,7 +14,7 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError, UnsupportedCardError, UsageError
 from packhorse.core.types import Request, SamplingParams
 from packhorse.core.units import format_bytes
-from packhorse.engine.card import CardMemory
+from packhorse.engine.card import CardMemory, room_on
 from packhorse.engine.engine import Engine
 from packhorse.engine.experts import StreamedExperts, join_shared_experts, resident_table
 from packhorse.engine.graphs import Experts, StepGraphs
@@ -25,6 +25,7 @@ from packhorse.engine.runner import Runner
 from packhorse.engine.size import Sizes, size_engine
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
+from packhorse.facts.nvml import driver_of
 from packhorse.kernels.cuda.launch import card_arch, use_arch
 from packhorse.layers.step import misfit
 from packhorse.models.checkpoint import open_checkpoint
@@ -83,13 +84,31 @@ def load_engine(
             f"{facts.name} does not fit on the card as a whole, and its experts cannot be streamed: {why_not}.",
             hint="Compute in 16 bits (--dtype), raise --vram, or use a smaller model.",
         )
-    geometry = StoreGeometry.of(facts, DTYPES[dtype], config.page_len, sizes.kv)
+    with room_on(card):
+        engine, disk, stepping = _assemble(facts, config, detokenizer, sizes, card, progress)
+    if config.as_arch is not None:
+        why += f", which stands in for a card of compute capability {config.as_arch / 10}"
+    planned = _planned(sizes, engine.store, disk, card)
+    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping), card)
+
+
+def _assemble(
+    facts: ModelFacts,
+    config: EngineConfig,
+    detokenizer: Callable[[], Detokenizer],
+    sizes: Sizes,
+    card: CardMemory | None,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Engine, DurableStore | None, tuple[str, ...]]:
+    """Load the weights and make the engine; its disk tier, and what to say of its decode steps."""
+    dtype = DTYPES[sizes.dtype]
+    geometry = StoreGeometry.of(facts, dtype, config.page_len, sizes.kv)
     disk, identity = open_disk(facts, config, geometry, sizes)
     arena = PinnedArena(sizes.pinned_bytes) if sizes.pinned_bytes else None
     model = load_model(
         facts,
         open_checkpoint(facts),
-        dtype=DTYPES[dtype],
+        dtype=dtype,
         device=config.device,
         exact=config.exact,
         packed=sizes.packed,
@@ -113,7 +132,7 @@ def load_engine(
         seed=identity,
     )
     if disk is not None or config.ram:
-        about = {"name": facts.name, "path": str(facts.path), "computes_in": dtype, "kv": sizes.kv}
+        about = {"name": facts.name, "path": str(facts.path), "computes_in": sizes.dtype, "kv": sizes.kv}
         about["page_len"] = str(config.page_len)
         number = 0 if disk is None else disk.add_model(identity, about)
         store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
@@ -132,10 +151,7 @@ def load_engine(
     if card is not None:
         warm_up(engine, config, sizes)
         card.hold(sizes.workspace_bytes)
-    if config.as_arch is not None:
-        why += f", which stands in for a card of compute capability {config.as_arch / 10}"
-    planned = _planned(sizes, store, disk, card)
-    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping), card)
+    return engine, disk, stepping
 
 
 def _expert_memory(arena: PinnedArena | None, device: str, layout: ExpertLayout) -> Tensor:
@@ -219,8 +235,8 @@ def check_device(config: EngineConfig) -> None:
     """Raises UsageError where the device that was asked for is not there: there is no silent fallback."""
     if config.device != "cpu" and not torch.cuda.is_available():
         raise UsageError(
-            f"The device {config.device} was asked for, and torch {torch.__version__} sees no CUDA card.",
-            hint="Install a CUDA build of torch and the driver, or use --device cpu.",
+            f"The device {config.device} was asked for, and torch {torch.__version__} sees no CUDA card{driver_of()}.",
+            hint="Install a CUDA build of torch that the driver runs (or a newer driver), or use --device cpu.",
         )
     index = int(config.device.partition(":")[2] or 0)
     if config.device != "cpu" and index >= torch.cuda.device_count():

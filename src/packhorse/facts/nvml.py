@@ -50,3 +50,15 @@ def process_bytes(uuid: str) -> int | None:
 def text(value: bytes | str) -> str:
     """NVML's strings, which older versions give as bytes."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+def driver_of() -> str:
+    """The driver and the newest CUDA it runs, as the end of a sentence; empty where NVML does not say."""
+    nvml, _ = open_nvml()
+    if nvml is None:
+        return ""
+    try:
+        name, cuda = text(nvml.nvmlSystemGetDriverVersion()), nvml.nvmlSystemGetCudaDriverVersion()
+    except nvml.NVMLError:
+        return ""
+    return f"; the driver {name} runs CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
