@@ -10,6 +10,7 @@ from test_documents import write_pdf
 from test_durable_server import KEYS, keyring
 
 import servers
+from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import MIB
@@ -269,3 +270,60 @@ def test_an_idle_server_forgets_in_time(tmp_path, monkeypatch):
         assert {p.document for p in disk.prefixes()} == {kept["id"], None}
         assert disk.counters["expired_documents"] == 1
         assert live.get(f"/v1/documents/{kept['id']}").json()["bytes"]["disk"] > 0
+
+
+@pytest.mark.parametrize("fault", ["quota", "disk"])
+def test_what_is_not_on_disk_is_not_acknowledged(tmp_path, monkeypatch, fault):
+    """A quota smaller than one document, and a disk that is full: refused with the reason, and nothing is left."""
+    with servers.scripted(engine=engine(tmp_path / "s", disk=16 * MIB)) as live:
+        disk = live.service.session.engine.store.lower.disk
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            if fault == "disk":
+                patch.setattr(disk.files, "write", full)
+            else:
+                patch.setattr(disk, "quota", 300_000)
+            answer = live.post("/v1/documents", {"text": TEXT, "pin": True})
+        error = answer.json()["error"]
+        if fault == "quota":
+            assert (answer.status_code, error["code"]) == (400, "does_not_fit")
+            assert (
+                "The document takes 1." in error["message"] and "KiB. Give the store more" in error["message"]
+            )
+        else:
+            assert answer.status_code == 500 and "No space left on device" in error["message"]
+        assert live.get("/v1/documents").json()["data"] == []
+        assert list((tmp_path / "s" / "models").glob("*/*")) == []
+        answer = live.post("/v1/documents", {"text": TEXT, "pin": True})
+        assert answer.status_code == 200 and answer.json()["bytes"]["disk"] > 100_000
+
+
+def test_another_process_finds_it(tmp_path, capsys):
+    """A server and `ask` over one store at the same time, each with what the other has read."""
+    (tmp_path / "hut.txt").write_text(TEXT)
+    (tmp_path / "inn.txt").write_text(TEXT.replace("hut", "inn"))
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        live.post("/v1/documents", {"name": "hut.txt", "text": TEXT})
+        for name, reused in (("hut.txt", True), ("inn.txt", False)):
+            args = [
+                "--exact",
+                "--threads",
+                "1",
+                "--context",
+                "4096",
+                "--store",
+                str(tmp_path / "s"),
+                "--max-tokens",
+                "2",
+            ]
+            assert (
+                cli.run(["ask", str(servers.folder()), *args, "--document", str(tmp_path / name), "Who?"])
+                == 0
+            )
+            assert ("reused 0," not in capsys.readouterr().err) is reused
+        listed = {d["name"]: d["id"] for d in live.get("/v1/documents").json()["data"]}
+        assert set(listed) == {"hut.txt", "inn.txt"}
+        assert cached(ask(live, [by_id(listed["inn.txt"]), question()])) > 1400

@@ -15,6 +15,7 @@ from packhorse.store.documents import (
     NewDocument,
     StoredDocument,
     add_document,
+    check_written,
     documents_of,
     find_document,
     owner_of,
@@ -28,6 +29,8 @@ from packhorse.text.tokenizer import Tokenizer, text_marks
 
 if TYPE_CHECKING:
     from packhorse.engine.engine import Engine
+    from packhorse.store.kv import KVStore
+    from packhorse.store.lower import LowerTiers
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def keep(
     lifetime: float | None = None,
 ) -> Future[StoredDocument]:
     """Have a document noted on disk, after what has been read until now. From the engine's thread; needs a disk
-    store. The future raises what `add_document` raises. lifetime: seconds, None for ever."""
+    store. The future raises what `check_written` and `add_document` raise. lifetime: seconds, None for ever."""
     lower = engine.store.lower
     assert lower is not None and lower.disk is not None
     new = NewDocument(
@@ -77,7 +80,17 @@ def keep(
         pinned=pinned,
         lifetime=lifetime,
     )
-    return lower.after_writing(partial(add_document, lower.disk, lower.model, new))
+    return lower.after_writing(partial(_note, engine.store, lower, new))
+
+
+def _note(store: KVStore, lower: LowerTiers, new: NewDocument) -> StoredDocument:
+    geometry, disk = store.geometry, lower.disk
+    assert disk is not None
+    num_pages = len(new.tokens) // disk.page_bytes(lower.model)
+    if num_pages >= lower.min_pages:  # what is shorter is kept as text alone
+        need = num_pages * geometry.codec.page_bytes * len(geometry.full_layers) + geometry.state_bytes
+        check_written(disk, lower.model, new, need, with_state=geometry.is_hybrid)
+    return add_document(disk, lower.model, new)
 
 
 def tier_bytes(engine: Engine, stored: StoredDocument, tenant: str = "") -> dict[str, int]:

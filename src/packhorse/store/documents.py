@@ -13,13 +13,15 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from sqlite3 import Connection
 
-from packhorse.core.errors import DoesNotFitError
+from packhorse.core.errors import DoesNotFitError, PackhorseError
 from packhorse.core.units import format_bytes
 from packhorse.store.durable import PREFIX_SHARE, TEXTS, DurableStore, Prefix
 from packhorse.store.prefix import chain_value
+from packhorse.store.records import walk
 
 _ID_BYTES = 16
 
@@ -105,10 +107,34 @@ def add_document(disk: DurableStore, model: int, new: NewDocument) -> StoredDocu
         _check_share(write, name, disk.quota, new.pinned)
         disk.trim_prefixes(write)
     [noted] = disk.prefixes("key = ?", (key,))
-    disk.set_pinned(noted, new.pinned)
+    if new.pinned or noted.pinned:
+        disk.set_pinned(noted, new.pinned)
     found = find_document(disk, new.owner, name)
     assert found is not None
     return found
+
+
+def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *, with_state: bool) -> None:
+    """Raises where a document's pages, or the state at the last one's end, are not on disk: DoesNotFitError where the
+    store has no room for their `need` bytes, else PackhorseError."""
+    page_bytes = disk.page_bytes(model)
+    num_pages = len(new.tokens) // page_bytes
+    chain = partial(chain_value, disk.secret)
+    walked = walk([disk], new.root, new.tokens, num_pages, page_bytes, chain)
+    if walked.num_pages == num_pages and (not with_state or disk.states(walked.keys[-1:])):
+        return
+    room = disk.room()
+    if need > room:
+        raise DoesNotFitError(
+            f"The document takes {format_bytes(need)}, and the store has room for {format_bytes(room)}.",
+            asked=need,
+            available=room,
+            unit="bytes",
+            hint="Give the store more (--disk), or unpin or delete documents.",
+        )
+    raise PackhorseError(
+        f"The document could not be written: {disk.trouble or 'no snapshot was free for it'}."
+    )
 
 
 def find_document(disk: DurableStore, owner: bytes | None, name: str) -> StoredDocument | None:

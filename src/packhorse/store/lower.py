@@ -169,7 +169,7 @@ class LowerTiers:
         self._page_bytes = page_bytes
         self._release = release
         self.model = model
-        self._min_pages = ceil_div(min_tokens, geometry.page_len)
+        self.min_pages = ceil_div(min_tokens, geometry.page_len)
         self._page_size = geometry.codec.page_bytes * len(geometry.full_layers)
         self._extent_pages = max(1, EXTENT_BYTES // self._page_size)
         self._sources: list[Records] = [self.ram] if disk is None else [self.ram, disk]
@@ -379,7 +379,7 @@ class LowerTiers:
         """Take a chain to be written; its pages are given back through `release`. False: it is not worth it."""
         if self.disk is None:
             return False
-        if len(job.page_ids) < self._min_pages:
+        if len(job.page_ids) < self.min_pages:
             self.counters["skipped_short"] += 1
             return False
         self._jobs.append(job)
