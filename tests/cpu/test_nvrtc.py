@@ -47,10 +47,11 @@ def test_machine_code_and_what_is_read_of_it(toy, arch):
     assert 0 < report.registers < 64
     # From 9.0 on the system keeps 1,024 bytes of each block's shared memory, and says so.
     assert report.static_shared_bytes in (128, 128 + 1024)
-    assert (report.spill_bytes, report.tensor_ops) == (0, ())
+    assert (report.spill_bytes, report.tensor_ops) == (0, 0)
     machine_code.check(toy, arch)
     product = other(toy, kernel="product", tensor_cores=True)
-    assert any(op.startswith("HMMA.1688") for op in machine_code.check(product, arch).tensor_ops)
+    assert machine_code.check(product, arch).tensor_ops == 1
+    assert "HMMA.1688" in machine_code.disassemble(compile_code(product, Target(arch))[0], "product")
 
 
 def test_checks_fail_where_they_should(toy):

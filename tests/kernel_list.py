@@ -1,0 +1,112 @@
+"""The kernels that are compiled for every supported card without one: what an engine starts with, and the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from packhorse.core.formats import PACKED
+from packhorse.kernels.attention.cuda import PagedAttention
+from packhorse.kernels.cuda.nvrtc import Target, Variant
+from packhorse.kernels.delta import chunk
+from packhorse.kernels.delta import cuda as delta
+from packhorse.kernels.experts import cuda as experts
+from packhorse.kernels.experts.cuda import ExpertFills, ExpertTable
+from packhorse.kernels.linear import cuda as linear
+from packhorse.kernels.linear import dense, gather, unpack
+from packhorse.kernels.norm import cuda as norm
+
+ARCHS = (75, 80, 86, 89, 90, 120)
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+CODECS = ("fp16", "bf16", "fp8", "k5v4", "k4v4")
+# What importers and the recipes give.
+FORMATS = (
+    *("int4-g32", "int4-g64", "int4-g128", "int4z-g32", "int4z-g64", "int4z-g128", "int4m-g32"),
+    *("int5-g32", "int5m-g32", "int6-g32", "int8-g32", "int8-g64", "int8-g128", "int8z-g128"),
+    *("q4_k", "q5_k", "q6_k", "fp8-g128"),
+)
+Pairs = list[tuple[Variant, int]]
+
+
+def packed(name: str, dtype: torch.dtype = FP16, *, fills: bool = False) -> list[Variant]:
+    """Products of a format: gemv of 8 tokens, with two row blocks, of 16; router's plan; gate_up and down of 8 and of
+    16 tokens. fills: with experts kept as they are read."""
+    form = PACKED[name]
+    home = torch.zeros(1, 1, dtype=torch.int64)
+    table = ExpertTable(home, form, form, 2048, 512, fills=ExpertFills.empty(home, 1) if fills else None)
+    return [*linear.variants(form, dtype), *experts.variants(table, dtype)]
+
+
+def attention(codec: str, dim: int, dtype: torch.dtype = FP16) -> dict[str, Variant]:
+    """Attention's kernels by name."""
+    return PagedAttention(codec, 16, 2, dim, dtype, 1, 1, 262_144).variants
+
+
+def others(arch: int, dtype: torch.dtype) -> list[Variant]:
+    """What has no format: dense products, norms, the delta rule."""
+    return [
+        dense.variant(FP32, dtype, 16),
+        dense.variant(dtype, dtype, 1),
+        norm.variant(dtype),
+        delta.variant(128, 4, dtype),
+        *chunk.variants(128, 128, arch),
+        gather.VARIANT,
+    ]
+
+
+def first_start(arch: int) -> list[Variant]:
+    """What an engine compiles for 35B-A3B in int4-g128 with KV in k5v4, in the type that the card computes in."""
+    dtype = BF16 if Target(arch).has_bf16 else FP16
+    return [
+        *packed("int4-g128", dtype, fills=True),
+        unpack.variant(PACKED["int4-g128"], dtype),
+        *attention("k5v4", 256, dtype).values(),
+        *others(arch, dtype),
+    ]
+
+
+def usual() -> Pairs:
+    """What CI compiles: `first_start` for every card, and the forms that are shortest of registers for some."""
+    codecs = zip(CODECS, (75, 80, 75, 75, 89), strict=True)
+    tight = [
+        *((attention(codec, 256)["attend_split"], arch) for codec, arch in codecs),
+        (packed("int4-g128")[2], 80),
+        (packed("q4_k")[2], 75),
+        (packed("q5_k", BF16)[7], 89),
+        (packed("q6_k")[6], 86),
+        (packed("q6_k")[7], 120),
+        (packed("int4-g32", BF16)[7], 86),
+        (packed("int8-g32")[2], 75),
+        (packed("int8-g128", BF16)[2], 80),
+        (packed("fp8-g128")[1], 75),
+        (packed("int5m-g32")[2], 86),
+        (attention("fp8", 64)["write_kv"], 90),
+    ]  # fmt: skip
+    return unique([*((variant, arch) for arch in ARCHS for variant in first_start(arch)), *tight])
+
+
+def everything() -> Pairs:
+    """Every form that a model, a codec and a card lead to. Of the type that a card rarely computes in, and of cards
+    that are near another (8.0 and 8.9), only what is shortest of registers: products of 16 tokens, heads of 256."""
+    pairs = usual()
+    for arch in ARCHS:
+        usual_dtype = BF16 if Target(arch).has_bf16 else FP16
+        near = arch in (80, 89)
+        found = [] if near else [unpack.variant(PACKED[name], usual_dtype) for name in FORMATS]
+        for dtype in (FP16, BF16):
+            products = [variant for name in FORMATS for variant in packed(name, dtype)]
+            if dtype is not usual_dtype or near:
+                products = [variant for variant in products if ("NT", 2) in variant.defines]
+            found += products + others(arch, dtype)
+            found += [delta.variant(dim, 4, dtype) for dim in delta.HEAD_DIMS]
+            for codec in CODECS:
+                for dim in (256,) if near else (64, 128, 256):
+                    found += attention(codec, dim, dtype).values()
+        for name in ("int4-g32", "q4_k", "q6_k"):
+            found += packed(name, usual_dtype, fills=True)
+        pairs += [(variant, arch) for variant in found]
+    return unique(pairs)
+
+
+def unique(pairs: Pairs) -> Pairs:
+    """Each pair once, without those that the card does not run."""
+    return [(variant, arch) for variant, arch in dict.fromkeys(pairs) if variant.min_arch <= arch]
