@@ -14,8 +14,14 @@ from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import MIB
+from packhorse.engine.documents import read_as_prompt
+from packhorse.facts.read import read_model
 from packhorse.server.config import ServerConfig
 from packhorse.store.documents import NewDocument, add_document, find_document, owner_of, root_of
+from packhorse.text.documents import Document, document_text
+from packhorse.text.template import ChatTemplate
+from packhorse.text.tokenizer import Tokenizer
+from smollm2 import smollm2
 
 TEXT = "The hut has nine mules and one warden. " * 40
 PAGES = ["The hut has nine mules. " * 30, "", "The warden is Marta. " * 30]
@@ -327,3 +333,37 @@ def test_another_process_finds_it(tmp_path, capsys):
         listed = {d["name"]: d["id"] for d in live.get("/v1/documents").json()["data"]}
         assert set(listed) == {"hut.txt", "inn.txt"}
         assert cached(ask(live, [by_id(listed["inn.txt"]), question()])) > 1400
+
+
+def test_questions_that_begin_with_blanks(tmp_path):
+    """A document that ends just at a page's end, read by a tokenizer that joins its end with what follows."""
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        session = live.service.session
+        head = len("<|im_start|>user\nDocument d.txt:\n\n") - len("<|im_start|>") + 1
+        for extra in range(3):  # the blank line behind it is at a page's end, within it, and behind it
+            text = ("The hut has nine mules. " * 40)[: 15 * 64 - head - extra - 1] + "x"
+            reading = read_as_prompt(Document("d.txt", text, ()), session.tokenizer, session.template, {})
+            assert reading.length == 15 * 64 - extra and reading.marks[:2] == (
+                reading.length,
+                reading.length + 2,
+            )
+            added = live.post("/v1/documents", {"name": "d.txt", "text": text}).json()
+            assert (
+                cached(ask(live, [by_id(added["id"]), question("\n\nHow many?")]))
+                >= reading.length // 64 * 64
+            )
+
+
+@pytest.mark.network
+def test_a_real_tokenizer(tmp_path):
+    model = read_model(smollm2())
+    tokenizer = Tokenizer.load(model)
+    template = ChatTemplate.load(model, tokenizer, None)
+    for end in ("mules.", "mules", "mules?!", "mules)", "mules\n.", "9"):
+        document = Document("d.txt", f"The hut has nine {end}\n", ())
+        reading = read_as_prompt(document, tokenizer, template, {})
+        for asked in ("Who?", "\n\nWho?", " Who?", "\tWho?", ".", "\n"):
+            parts = [{"type": "text", "text": text} for text in (document_text(document), asked)]
+            ids = tokenizer.encode(template.render([{"role": "user", "content": parts}]), special=False)
+            assert tuple(ids[: reading.length]) == reading.token_ids[: reading.length], (end, asked)
+        assert len(tokenizer.decode(reading.token_ids[reading.length :])) < len(end) + 20

@@ -23,7 +23,7 @@ from packhorse.store.documents import (
 )
 from packhorse.store.durable import DurableStore
 from packhorse.store.prefix import encode_tokens
-from packhorse.text.documents import Document, Page, compose
+from packhorse.text.documents import Document, Page, Prompt, document_text
 from packhorse.text.template import ChatTemplate, mark_positions
 from packhorse.text.tokenizer import Tokenizer, text_marks
 
@@ -48,7 +48,11 @@ def read_as_prompt(
 ) -> Reading:
     """The prompt that reads a document just as one with a question about it does (`compose`). template: None
     continues plain text. Raises what `ChatTemplate.render` raises."""
-    prompt = compose([document], "?")
+    whole = document_text(document)
+    # A blank at a question's beginning is another token together with those of the document's end: the first mark is
+    # before them all.
+    text = whole.rstrip()
+    prompt = Prompt(whole + "?", (len(text), len(whole), len(whole) + 1))
     if template is None:
         ids, marks = text_marks(tokenizer, prompt.text, prompt.ends)
     else:
