@@ -4,11 +4,13 @@ import io
 import json
 import re
 import shutil
+import zlib
+from array import array
 from pathlib import Path
 
 import pytest
 
-from chats import PLAIN, shared_folder
+from chats import PLAIN, byte_tokenizer, shared_folder
 from packhorse.cli import main as cli
 
 FIXED = ("--threads", "1", "--context", "2048", "--exact", "--max-tokens", "4")
@@ -214,3 +216,21 @@ def test_what_is_too_old_is_read_again(tmp_path, capsys, hut, monkeypatch):
     assert "there is none" in capsys.readouterr().err
     assert ask(store, hut, "--keep-days", "0", QUESTION) == 2
     assert "--keep-days is 0.0" in capsys.readouterr().err
+
+
+def test_what_is_removed_is_gone_from_the_index_too(tmp_path, capsys):
+    store, secret = tmp_path / "s", tmp_path / "secret.txt"
+    secret.write_text("".join(f"Xylograph number {n} is kept in vault {n * 7}. " for n in range(25)))
+    ask(store, secret, QUESTION)
+    capsys.readouterr()
+    tokens = byte_tokenizer().encode("Xylograph number 3 is kept in vault 21.").ids
+    traces = (array("I", tokens).tobytes(), zlib.compress(secret.read_text().encode())[2:200])
+
+    def found() -> list[bool]:
+        data = b"".join(path.read_bytes() for path in store.rglob("*") if path.is_file())
+        return [trace in data for trace in traces]
+
+    assert found() == [True, True]
+    [document] = cache(capsys, "ls", "--store", store)["documents"]
+    cache(capsys, "rm", document["id"], "--store", store)
+    assert found() == [False, False]

@@ -29,7 +29,7 @@ import sqlite3
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +84,7 @@ _COLUMNS = "kind, parent, key, start, stop, tokens, bytes, id, model, file, crc"
 
 
 class FileSystem:
-    """What the store asks of the system. Tests and `cache verify` put one with faults in its place."""
+    """What the store asks of the system. Tests put one with faults in its place."""
 
     def reached(self, step: str) -> None:
         """A step of STEPS is done."""
@@ -485,9 +485,7 @@ class DurableStore:
         found = {p: self.records_of(p) for p in self.prefixes()}
         needed = {r.id for p, records in found.items() if p.id not in gone for r in records}
         doomed = {r for p, records in found.items() if p.id in gone for r in records if r.id not in needed}
-        with self.transaction() as write:
-            write.executemany("DELETE FROM prefixes WHERE id = ?", [(number,) for number in gone])
-        self._delete([(r.id, r.model, r.file) for r in doomed])
+        self._delete([(r.id, r.model, r.file) for r in doomed], gone)
         return sum(r.num_bytes for r in doomed)
 
     def verify(self) -> Iterator[tuple[Path, str]]:
@@ -622,8 +620,10 @@ class DurableStore:
             self._delete(chosen)
             self.counters["evicted_records"] += len(chosen)
 
-    def _delete(self, rows: Sequence[tuple[int, int, str]]) -> None:
+    def _delete(self, rows: Sequence[tuple[int, int, str]], prefixes: Collection[int] = ()) -> None:
+        """Delete records, by number, model and file, and prefixes, by number."""
         with self.transaction() as write:
+            write.executemany("DELETE FROM prefixes WHERE id = ?", [(number,) for number in prefixes])
             write.executemany("DELETE FROM records WHERE id = ?", [(number,) for number, _, _ in rows])
         self.files.reached("row deleted")
         for _, model, file in rows:
@@ -722,6 +722,7 @@ def _connection(path: Path) -> sqlite3.Connection:
     connection.text_factory = lambda data: data.decode("utf-8", "replace")  # damage is found later
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA secure_delete = ON")  # texts and tokens do not stay in free pages
     connection.execute("PRAGMA wal_autocheckpoint = 256")
     connection.execute("PRAGMA journal_size_limit = 1048576")
     return connection
