@@ -113,6 +113,18 @@ def test_pdf_by_form_and_in_base64(tmp_path):
         assert again["id"] == added["id"] and again["expires_at"] is None
 
 
+def test_names_and_fields_are_any_text(refusing):
+    body = {
+        "name": "Vertrag\n\x1b№1.pdf",
+        "text": "Nine mules.",
+        "Unbekanntes Feld №": 1,
+        "purpose": "user_data",
+    }
+    added = refusing.post("/v1/documents", body)
+    assert added.json()["name"] == "Vertrag№1.pdf"
+    assert added.headers["x-packhorse-ignored"] == "Unbekanntes?Feld??, purpose"
+
+
 def test_progress_comes_as_a_stream(tmp_path):
     config = engine(tmp_path / "s", chunk_len=512, snapshot_len=512)
     with servers.scripted(engine=config) as live:
@@ -162,7 +174,7 @@ def test_short_documents_are_kept_as_text(tmp_path):
         ({"text": "x", "file_data": "eA=="}, "file", "2 documents were given"),
         ({"text": "  "}, "file", "is empty"),
         ({"file_data": "!!"}, "file_data", "is no base64"),
-        ({"name": "x.pdf", "text": "x"}, "file", "cannot be read as a PDF"),
+        ({"name": "x.pdf", "file_data": "eA=="}, "file", "cannot be read as a PDF"),
         ({"text": TEXT * 4}, "messages", "maximum context length is 4096"),
         (
             {"text": "x", "expires_after": {"seconds": 0}},

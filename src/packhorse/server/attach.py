@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from packhorse.core.errors import DocumentError
@@ -72,8 +73,8 @@ def read_upload(name: str, data: bytes) -> Document:
 
 
 def text_document(name: str, text: str) -> Document:
-    """A document of text. Raises ApiError where it is empty or no text."""
-    return read_upload(name, text.encode())
+    """A document of text, whatever its name ends with. Raises ApiError where it is empty or no text."""
+    return replace(read_upload("document", text.encode()), name=_plain_name(name))
 
 
 def _plain_name(name: str) -> str:

@@ -24,7 +24,7 @@ from packhorse.server.body import parse_form, read_body, read_json
 from packhorse.server.errors import ApiError, bad_field
 from packhorse.server.gate import Call
 from packhorse.server.schema import DocumentRequest, validate
-from packhorse.server.stream import LongResponse, sse_frame
+from packhorse.server.stream import LongResponse, ignored_header, sse_frame
 from packhorse.server.worker import Job, StoppedError
 from packhorse.store.documents import StoredDocument
 from packhorse.text.documents import Document
@@ -68,7 +68,7 @@ class Documents:
             keep_alive=self.service.config.keep_alive,
             stall=self.service.config.stall,
             on_close=ingest.close,
-            headers={"x-packhorse-ignored": ", ".join(ignored)} if ignored else {},
+            headers=ignored_header(ignored),
         )
 
     async def listing(self, call: Call) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from packhorse.server.metrics import Metrics, accounts, page_bytes
 from packhorse.server.prompt import Prepared, Preparer
 from packhorse.server.reply import Reply
 from packhorse.server.schema import ChatRequest, CompletionRequest, TokenizeRequest, validate
-from packhorse.server.stream import LongResponse, sse_frame
+from packhorse.server.stream import LongResponse, ignored_header, sse_frame
 from packhorse.server.worker import Job, Status, Worker
 
 if TYPE_CHECKING:
@@ -268,9 +268,3 @@ class _Answer:
         store = self.service.session.engine.store
         pages = ceil_div(call.usage.prompt_len + call.usage.generated_len, store.page_len)
         call.more |= {"finish": reply.finishes, "device_kv_bytes": pages * page_bytes(store)}
-
-
-def ignored_header(names: list[str]) -> dict[str, str]:
-    """The fields that were ignored, as a header: what no header can carry, blanks at its ends too, is a ?."""
-    plain = ["".join(c if "!" <= c <= "~" else "?" for c in name)[:64] or "?" for name in names[:32]]
-    return {"x-packhorse-ignored": ", ".join(plain)} if plain else {}

@@ -141,6 +141,12 @@ def sse_frame(document: Any) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """The fields that were ignored, as a header: what no header can carry, blanks at its ends too, is a ?."""
+    plain = ["".join(c if "!" <= c <= "~" else "?" for c in name)[:64] or "?" for name in names[:32]]
+    return {"x-packhorse-ignored": ", ".join(plain)} if plain else {}
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
