@@ -10,6 +10,7 @@ nobody's: it routes to no expert.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -220,5 +221,13 @@ class _Bucket:
         with torch.cuda.stream(stream):
             self.forward(model)
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.logits = self.forward(model)
+        # NOTE: garbage that holds memory of a card must not be freed during a capture: the driver refuses that.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(self.graph, pool=pool):
+                self.logits = self.forward(model)
+        finally:
+            if collects:
+                gc.enable()
