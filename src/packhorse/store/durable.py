@@ -57,20 +57,21 @@ STEPS = (
 _TOKEN_BYTES = 4
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{32}")
+# Long values come last: what stands behind them in a row is read through all of their pages.
 _SCHEMA = """
 CREATE TABLE meta (layout INTEGER NOT NULL);
 CREATE TABLE models (id INTEGER PRIMARY KEY, identity BLOB NOT NULL UNIQUE, about TEXT NOT NULL);
 CREATE TABLE records (
     id INTEGER PRIMARY KEY, model INTEGER NOT NULL, kind TEXT NOT NULL, parent BLOB NOT NULL, key BLOB NOT NULL,
-    start INTEGER NOT NULL, stop INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL,
+    start INTEGER NOT NULL, stop INTEGER NOT NULL, bytes INTEGER NOT NULL,
     file TEXT NOT NULL UNIQUE, crc INTEGER NOT NULL, used INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
-    created REAL NOT NULL, UNIQUE (kind, parent, key)
+    created REAL NOT NULL, tokens BLOB NOT NULL, UNIQUE (kind, parent, key)
 );
 CREATE INDEX by_use ON records (pinned, used, stop);
 CREATE TABLE prefixes (
     id INTEGER PRIMARY KEY, model INTEGER NOT NULL, root BLOB NOT NULL, key BLOB NOT NULL UNIQUE,
-    tokens BLOB NOT NULL, label TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL,
-    pinned INTEGER NOT NULL DEFAULT 0, lifetime REAL
+    label TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL,
+    pinned INTEGER NOT NULL DEFAULT 0, lifetime REAL, tokens BLOB NOT NULL
 );
 CREATE TABLE documents (
     prefix INTEGER PRIMARY KEY REFERENCES prefixes (id) ON DELETE CASCADE, id TEXT NOT NULL UNIQUE,
