@@ -159,7 +159,7 @@ def test_nothing_is_kept_of_what_must_not_be(tmp_path):
 
 def test_too_short_is_not_written(tmp_path):
     store = make(tmp_path / "s")
-    store.lower._min_pages = 11
+    store.lower.min_pages = 11
     run(store, tokens(40))
     assert store.lower.counters["skipped_short"] == 1 and store.lower.disk.usage()["records"] == 0
 
