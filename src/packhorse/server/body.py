@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from email import message_from_bytes
+from email import message_from_string
 from email.message import Message
 from typing import Any
 
@@ -104,7 +104,7 @@ def parse_form(body: bytes, content_type: str) -> dict[str, str | tuple[str, byt
     fields: dict[str, str | tuple[str, bytes]] = {}
     for part in parts[1:-1]:
         headers, _, data = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
-        about = message_from_bytes(headers)
+        about = message_from_string(headers.decode("utf-8", "replace"))
         name = about.get_param("name", header="content-disposition")
         if not isinstance(name, str) or name in fields:
             problem = "has no name" if name is None else f"is given twice: {str(name)[:80]!r}"
