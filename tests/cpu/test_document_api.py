@@ -229,7 +229,7 @@ def test_forms_that_are_none(refusing, body, words):
 
 @pytest.mark.parametrize("name", ["Maße & Gewichte.txt", 'a "b".txt', "x;y=z.txt"])
 def test_forms_carry_any_name_and_bytes(refusing, name):
-    data = "Nine mules.\r\n--b\r\n\r\n--\n".encode() * 3 + bytes([0xC3, 0x9F])
+    data = b"Nine mules.\r\n--b\r\n\r\n--\n" * 3 + bytes([0xC3, 0x9F])
     sent = httpx.post(refusing.url + "/v1/documents", files={"file": (name, data)}, data={"pin": "false"})
     assert sent.json()["name"].replace("%22", '"') == name, sent.text
     shown = refusing.get(f"/v1/documents/{sent.json()['id']}").json()
