@@ -123,7 +123,10 @@ def test_every_change_is_noticed(tmp_path, capsys, hut):  # noqa: F811
     folder, file = tmp_path / "s", tmp_path / "x"
     ask(folder, hut, QUESTION)
     store = DurableStore(folder, quota=1 << 40)
+    with store.transaction() as write:
+        write.execute("UPDATE prefixes SET lifetime = 600.0")
     [prefix] = store.prefixes("documents.id IS NOT NULL")
+    expires = prefix.created + 600.0
     size = export_prefix(store, prefix, file, None)
     store.remove(prefix)
     for other in store.prefixes():
@@ -146,11 +149,14 @@ def test_every_change_is_noticed(tmp_path, capsys, hut):  # noqa: F811
         assert caught.value.kind in ("refused", "not_authentic", "corrupt_file")
         assert store.prefixes() == []
     file.write_bytes(good)
+    assert store.files.now() < expires
     store.reserve = 1 << 60
     with pytest.raises(DoesNotFitError):
         import_prefix(store, file, None)
     store.reserve = 0
     assert import_prefix(store, file, None)["tokens"] == len(prefix.tokens) // 4
+    [again] = store.prefixes()
+    assert abs(again.created + again.lifetime - expires) < 1e-3, "its time runs on"
     store.close()
 
 

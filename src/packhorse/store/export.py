@@ -93,6 +93,7 @@ def export_prefix(disk: DurableStore, prefix: Prefix, path: Path, passphrase: by
     }  # fmt: skip
     if document is not None:
         contents |= {"owner": document.owner.hex(), "text": document.text, "pages": document.pages}
+        contents["expires"] = document.expires
     part = path.with_name(path.name + ".part")
     try:
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -195,7 +196,9 @@ def _take(
     if "text" in contents:
         owner = bytes.fromhex(contents["owner"]) if same_store else owner_of(disk, "")
         pages = tuple((number, start, end) for number, start, end in contents["pages"])
-        new = NewDocument(root, owner, contents["label"], contents["text"], pages, tokens)
+        expires = contents["expires"]
+        lifetime = None if expires is None else max(0.0, expires - disk.files.now())
+        new = NewDocument(root, owner, contents["label"], contents["text"], pages, tokens, lifetime=lifetime)
         name = add_document(disk, model, new).id
     else:
         disk.note_prefix(model, root, chain.keys[-1], tokens, contents["label"])
