@@ -212,9 +212,10 @@ def _matrix_shape(tensor: TensorFacts) -> tuple[int, int]:
 def _awq(quant: Fields, tensors: Tensors) -> dict[str, StoredMatrix]:
     _one_of(quant, "version", (quant.text("version") or "gemm").lower(), ("gemm",))
     bits = _one_of(quant, "bits", quant.get("bits") or quant.get("w_bit"), (4,))
-    _one_of(quant, "zero_point", quant.get("zero_point"), (True,))
+    has_zeros = _one_of(quant, "zero_point", quant.get("zero_point"), (True, False))
     size = quant.get("group_size")
-    scheme = Scheme(bits, _group_len(quant, quant.get("q_group_size") if size is None else size), False)
+    group_len = _group_len(quant, quant.get("q_group_size") if size is None else size)
+    scheme = Scheme(bits, group_len, symmetric=not has_zeros)  # qzeros are there, and the midpoint, even so
     found = {}
     modules = _Modules(tensors)
     for module, here in modules.by_module.items():

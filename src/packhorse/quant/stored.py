@@ -130,8 +130,7 @@ def _awq(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> RowCodes:
 
     q, zeros = outputs(tensors["qweight"]), outputs(tensors["qzeros"])
     scales, offsets = _scales(matrix, tensors["scales"].t()), _zeros(matrix, zeros)
-    assert offsets is not None
-    return lambda rows: Codes(q[rows], scales[rows], offsets[rows])
+    return lambda rows: Codes(q[rows], scales[rows], None if offsets is None else offsets[rows])
 
 
 def _compressed(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[RowCodes, Tensor | None]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from gptqmodel import GPTQModel, QuantizeConfig
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -52,13 +53,14 @@ KINDS = {
     "asymmetric-v2": {"sym": False, "format": "gptq_v2"},
     "8-rows": {"sym": True, "bits": 8, "group_size": -1, "act_group_aware": False},
     "desc-act-asymmetric": {"sym": False, "desc_act": True},
+    "awq": {"sym": False, "quant_method": "awq", "format": "gemm"},
+    "awq-symmetric": {"sym": True, "quant_method": "awq", "format": "gemm"},
 }
 
 
-def tiny(family: str, folder: Path):
-    model = oracle.make_model(
-        family, **(SMALL | (MOE if "moe" in family else {}) | (HYBRID if family in oracle.HYBRIDS else {}))
-    )
+def tiny(family: str, folder: Path, **changes: int):
+    own = (MOE if "moe" in family else {}) | (HYBRID if family in oracle.HYBRIDS else {})
+    model = oracle.make_model(family, **(SMALL | own | changes))
     with torch.no_grad():
         # Rows without a negative value have the zero 0, which version 1 stores as -1.
         for name, weight in model.named_parameters():
@@ -79,6 +81,10 @@ def unpacked(folder: Path, fields: dict) -> dict[str, torch.Tensor]:
             continue
         prefix = name.removesuffix("qweight")
         bits = fields.get("bits", 4)
+        if fields.get("quant_method") == "awq":
+            parts = words, stored[prefix + "qzeros"], stored[prefix + "scales"].float()
+            values[prefix + "weight"] = dequantize_gemm(*parts, bits, 32).T.contiguous()
+            continue
         module = TorchLinear(
             bits=bits,
             group_size=fields.get("group_size", 32),
@@ -104,7 +110,9 @@ def make(family: str, kind: str) -> None:
     out = HERE / f"{family}-{kind}"
     with tempfile.TemporaryDirectory() as work:
         source = Path(work, "source")
-        model = tiny(family, source)
+        # AWQ's search takes 64 rows at a time.
+        rows = {"intermediate_size": 128, "head_dim": 64} if kind.startswith("awq") else {}
+        model = tiny(family, source, **rows)
         config = QuantizeConfig(**({"bits": 4, "group_size": 32, "offload_to_disk": False} | fields))
         quantized = GPTQModel.load(str(source), config)
         torch.manual_seed(0)
@@ -123,7 +131,7 @@ def make(family: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    for kind in ("symmetric", "desc-act", "asymmetric", "asymmetric-v2", "8-rows"):
+    for kind in KINDS:
         make("qwen3", kind)
     for family in ("qwen3_moe", "qwen3_5", "qwen3_5_moe"):
         make(family, "desc-act-asymmetric")
