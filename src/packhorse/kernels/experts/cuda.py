@@ -37,7 +37,6 @@ MAX_ROUTES = MAX_TOKENS * MAX_TOP_K
 MAX_SPARES = 512
 """Places a layer may have for experts that are kept as they are read."""
 _PLAN_INTS = 4 * MAX_ROUTES + 32 + 2 * MAX_ROUTES + 2 * MAX_ROUTES
-_PLAN = Variant("experts/plan.cu", "expert_plan")
 _CHANGES = Variant("experts/changes.cu", "expert_changes")
 
 
@@ -173,8 +172,12 @@ def new_counters(device: torch.device | str) -> Tensor:
 def variants(table: ExpertTable, dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> list[Variant]:
     """All that calls with up to `max_tokens` tokens need: for `launch.prepare`."""
     sizes = [8, 16] if max_tokens > 8 else [8]
-    plans = [_PLAN] if table.fills is None else [_PLAN, _CHANGES]
+    plans = [_plan_variant(table)] if table.fills is None else [_plan_variant(table), _CHANGES]
     return [*plans, *(_variant(table, dtype, tokens, down) for tokens in sizes for down in (False, True))]
+
+
+def _plan_variant(table: ExpertTable) -> Variant:
+    return Variant("experts/plan.cu", "expert_plan", (("FILL", int(table.fills is not None)),))
 
 
 def _variant(table: ExpertTable, dtype: torch.dtype, num_tokens: int, down: bool) -> Variant:
@@ -261,7 +264,7 @@ def _planned(
     assert num_spares <= MAX_SPARES and (fills is None or table.down_gap is None)
     sizes = (num_tokens, num_ranks - shared, num_experts - shared, int(norm), num_spares, shared)
     args = (logits, live, weights, experts, table.address[layer], *places, plan, counters, *sizes)
-    launch(_PLAN, (1,), MAX_EXPERTS, *args, device=plan.device, overlap=True)
+    launch(_plan_variant(table), (1,), MAX_EXPERTS, *args, device=plan.device, overlap=True)
     return Routes(weights, experts, plan)
 
 

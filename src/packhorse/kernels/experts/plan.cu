@@ -1,5 +1,5 @@
 // Router's choice and the order of its routes: one block, up to 16 tokens, 512 experts, 160 routes. With places to keep
-// what is read from host memory (kernels.experts.cuda.ExpertFills): who is kept where.
+// what is read from host memory (kernels.experts.cuda.ExpertFills), -DFILL=1: who is kept where.
 #include "plan.cuh"
 
 // The largest of a warp's values, in all lanes.
@@ -25,7 +25,7 @@ __device__ __forceinline__ float unordered(u32 key) {
 // norm: weights, experts [T, top_k]. Without logits weights and experts are given. Then the routes sorted by expert:
 // `plan`, see plan.cuh. shared: 1 where logits are [T, E + 1] and every token goes to expert E too, with the sigmoid of
 // its logit for a weight: weights and experts are [T, top_k + 1]. live [T] or null: negative where a token is nobody's
-// and has no routes. spares, filled [num_spares], used [MAX_ROUTES]: the layer's, or null. counters[0] += distinct
+// and has no routes. spares, filled [num_spares], used [MAX_ROUTES]: the layer's, FILL=1. counters[0] += distinct
 // experts.
 extern "C" __global__ void __launch_bounds__(512)
     expert_plan(const float* logits, const int* live, float* weights, int* experts, u64* address, const u64* spares,
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(512)
     constexpr int MAX_EXPERTS = 512, PER_LANE = MAX_EXPERTS / 32;
     // Three counts of up to 160 in a word: of routes, of experts hit, of those in host memory.
     constexpr int HITS = 10, MISSES = 20, COUNT = (1 << HITS) - 1;
-    __shared__ int chosen[MAX_ROUTES];
+    __shared__ int chosen[MAX_ROUTES];  // -1: of a token that is nobody's
     __shared__ int counts[MAX_EXPERTS];
     __shared__ int place[MAX_EXPERTS];  // counts of what comes before this expert
     __shared__ int totals[16];
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(512)
     if (threadIdx.x == 0) num_free = 0;
     let_next_start();
     wait_for_previous();
-    if (filled != nullptr) {
+    if constexpr (FILL) {
         if (threadIdx.x < num_spares) {
             const int expert = filled[threadIdx.x];
             if (expert >= 0) address[expert] = spares[threadIdx.x];
@@ -66,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(512)
     }
     if (logits != nullptr) {
         if (warp < num_tokens) {
+            const bool dead = live != nullptr && live[warp] < 0;
             // A lane holds experts lane, lane + 32, ..; 0 stands for none.
             u32 keys[PER_LANE], taken = 0, best = 0;
             int best_expert = 0;
@@ -103,24 +104,25 @@ extern "C" __global__ void __launch_bounds__(512)
             if (lane < top_k) {
                 const int at = warp * ranks + lane;
                 weights[at] = norm ? mine / total : mine;
-                experts[at] = chosen[at] = expert;
+                experts[at] = expert;
+                chosen[at] = dead ? -1 : expert;
             } else if (lane == top_k && shared) {
                 const int at = warp * ranks + lane;
                 weights[at] = 1.f / (1.f + __expf(-logits[warp * (num_experts + 1) + num_experts]));
-                experts[at] = chosen[at] = num_experts;
+                experts[at] = num_experts;
+                chosen[at] = dead ? -1 : num_experts;
             }
         }
     } else if (threadIdx.x < num_routes) {
-        chosen[threadIdx.x] = experts[threadIdx.x];
+        chosen[threadIdx.x] = live == nullptr || live[threadIdx.x / ranks] >= 0 ? experts[threadIdx.x] : -1;
     }
     __syncthreads();
-    const bool routed = threadIdx.x < num_routes && (live == nullptr || live[threadIdx.x / ranks] >= 0);
-    if (routed) atomicAdd(&counts[chosen[threadIdx.x]], 1);
+    if (threadIdx.x < num_routes && chosen[threadIdx.x] >= 0) atomicAdd(&counts[chosen[threadIdx.x]], 1);
     __syncthreads();
 
     const int count = counts[threadIdx.x];
     const u64 from = count > 0 ? address[threadIdx.x] : 0;
-    const bool host = filled != nullptr && (from & HOST);
+    const bool host = FILL && (from & HOST);
     const int own = count | (count > 0) << HITS | host << MISSES;
     int before = own;  // inclusive over the warp
     for (int step = 1; step < 32; step <<= 1) {
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(512)
         const int slot = before >> HITS & COUNT, miss = before >> MISSES;
         reinterpret_cast<Slot*>(plan)[slot] = {host ? from & ~HOST : from, (unsigned short)(before & COUNT),
                                                (unsigned short)count, (int)threadIdx.x};
-        if (filled != nullptr) {
+        if constexpr (FILL) {
             u64 keep = host ? HOST : 0;
             if (host && miss < num_free) {
                 keep |= spares[free_places[miss]];
@@ -155,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(512)
     if (threadIdx.x < num_routes) {
         const int expert = chosen[threadIdx.x];
         int at = -1;
-        if (routed) {
+        if (expert >= 0) {
             at = place[expert] & COUNT;
-            for (int r = 0; r < threadIdx.x; r++) at += chosen[r] == expert && (live == nullptr || live[r / ranks] >= 0);
+            for (int r = 0; r < threadIdx.x; r++) at += chosen[r] == expert;
             plan[PLAN_TOKENS + at] = threadIdx.x / ranks;
         }
         plan[PLAN_PLACES + threadIdx.x] = at;
