@@ -309,7 +309,7 @@ def test_files_exchanged_with_their_checksums(tmp_path):
             store.read(numbers.find(store, n))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(60))
 def test_a_damaged_index(tmp_path, seed):
     """Emptied or served: never a wrong record, never a crash; and usable afterwards."""
     random = Random(seed)

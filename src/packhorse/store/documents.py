@@ -123,18 +123,18 @@ def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *
     walked = walk([disk], new.root, new.tokens, num_pages, page_bytes, chain)
     if walked.num_pages == num_pages and (not with_state or disk.states(walked.keys[-1:])):
         return
-    room = disk.room()
-    if need > room:
-        raise DoesNotFitError(
-            f"The document takes {format_bytes(need)}, and the store has room for {format_bytes(room)}.",
-            asked=need,
-            available=room,
-            unit="bytes",
-            hint="Give the store more (--disk), or unpin or delete documents.",
-        )
+    if need > disk.room():
+        hint = "Give the store more (--disk), or unpin or delete documents."
+        raise no_room("The document takes", need, disk.room(), hint)
     raise PackhorseError(
         f"The document could not be written: {disk.trouble or 'no snapshot was free for it'}."
     )
+
+
+def no_room(what: str, asked: int, available: int, hint: str) -> DoesNotFitError:
+    """The error for what takes more bytes of the store than it has for that."""
+    reason = f"{what} {format_bytes(asked)}, and the store has room for {format_bytes(available)}."
+    return DoesNotFitError(reason, asked=asked, available=available, unit="bytes", hint=hint)
 
 
 def find_document(disk: DurableStore, owner: bytes | None, name: str) -> StoredDocument | None:
@@ -178,11 +178,5 @@ def _check_share(write: Connection, name: str, quota: int, pinned: bool) -> None
     query = f"SELECT total({TEXTS}) FROM prefixes LEFT JOIN documents ON prefix = prefixes.id WHERE documents.id = ?"
     taken = int(write.execute(query + " OR pinned" * pinned, (name,)).fetchone()[0])
     if taken > share:
-        raise DoesNotFitError(
-            f"The text and tokens of the document{' and of what is pinned' * pinned} take {format_bytes(taken)}, and a "
-            f"store of {format_bytes(quota)} holds {format_bytes(share)} of them.",
-            asked=taken,
-            available=share,
-            unit="bytes",
-            hint="Give the store more (--disk), or delete documents.",
-        )
+        what = f"Text and tokens of the document{' and of what is pinned' * pinned} take"
+        raise no_room(what, taken, share, "Give the store more (--disk), or delete documents.")

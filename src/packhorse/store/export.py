@@ -21,13 +21,12 @@ from typing import Any, BinaryIO
 
 from packhorse.core.errors import (
     CorruptFileError,
-    DoesNotFitError,
     NotAuthenticError,
     PackhorseError,
     RefusedError,
 )
-from packhorse.core.units import MIB, format_bytes
-from packhorse.store.documents import NewDocument, add_document, find_document, owner_of, root_of
+from packhorse.core.units import MIB
+from packhorse.store.documents import NewDocument, add_document, find_document, no_room, owner_of, root_of
 from packhorse.store.durable import DurableStore, Prefix
 from packhorse.store.prefix import chain_value
 from packhorse.store.records import (
@@ -175,13 +174,7 @@ def _take(
         )
     total = sum(entry["bytes"] for entry in contents["images"])
     if total > disk.room():
-        raise DoesNotFitError(
-            f"{path} holds {format_bytes(total)}, and the store has room for {format_bytes(disk.room())}.",
-            asked=total,
-            available=disk.room(),
-            unit="bytes",
-            hint="Make room on the disk.",
-        )
+        raise no_room(f"{path} holds", total, disk.room(), "Make room on the disk.")
     root = bytes.fromhex(contents["root"]) if same_store else root_of(disk, model, "")
     tokens = b64decode(contents["tokens"])
     chain = _Chain(disk, model, root, tokens)
