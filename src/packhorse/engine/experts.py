@@ -20,12 +20,18 @@ import torch
 from torch import Tensor
 
 from packhorse.engine.size import SPARES
-from packhorse.kernels.experts.cuda import MAX_TOP_K, ExpertFills, ExpertTable, apply_changes
+from packhorse.kernels.experts.cuda import (
+    MAX_TOP_K,
+    ExpertFills,
+    ExpertTable,
+    apply_changes,
+    new_counters,
+)
 from packhorse.models.experts import ExpertBlocks, join_shared
 from packhorse.models.model import Model
 from packhorse.quant.packed import PackedTensor, aligned_bytes
 from packhorse.store.arena import PinnedArena
-from packhorse.store.experts import ExpertCache, ExpertStats, Ints, LateUpdates
+from packhorse.store.experts import ExpertCache, Ints, LateUpdates
 
 QUIET_STEPS = 16
 """Decode steps without a prompt chunk after which the layer buffers are filled with experts."""
@@ -67,7 +73,9 @@ class StreamedExperts:
         held = torch.from_numpy(self.cache.slots)[resident]
         address[:, : layout.num_experts][resident] = self._slot_addresses(held)
         self.table = _table(blocks, address.to(device), ExpertFills.empty(home.to(device), SPARES))
-        self._updates = _Updates(self.table, self.cache, self.slots.data_ptr(), layout.block_bytes)
+        self.counters = new_counters(device)
+        places = self.slots.data_ptr(), layout.block_bytes
+        self._updates = _Updates(self.table, self.cache, *places, self.counters)
         self._buffers = _LayerBuffers(blocks, arena, device)
         self._guests = _Guests(self.table, self.cache, self._buffers)
         self._quiet = 0
@@ -79,19 +87,23 @@ class StreamedExperts:
             mlp.experts = _StagedStacks(self, number)
 
     @property
-    def stats(self) -> ExpertStats:
-        """Hits, misses, fills and evictions of the steps that are over, one behind."""
-        return self.cache.stats
+    def counts(self) -> dict[str, int]:
+        """Experts that decode steps so far used (the shared one too), each once a layer and step, those of them that
+        were read over the link, those that were kept, and those that left; as of a step ago."""
+        used, _, _, host, kept = self._updates.counted()
+        size = self.blocks.layout.block_bytes
+        left = self.cache.stats.evictions
+        return {"used": used, "missed": host // size, "kept": kept // size, "left": left}
 
     @property
     def link_bytes(self) -> dict[str, int]:
         """Bytes of experts that crossed the link: misses of decode steps, layers for prompts, experts that came to
-        stay in the layer buffers."""
+        stay in the layer buffers or at the start."""
         layout, copied = self.blocks.layout, self._buffers
         return {
-            "decode": self.stats.misses * layout.block_bytes,
+            "decode": self._updates.counted()[3],
             "prompts": copied.num_layers * layout.layer_bytes,
-            "guests": copied.num_experts * layout.block_bytes,
+            "copies": copied.num_experts * layout.block_bytes,
         }
 
     def begin_step(self) -> None:
@@ -154,8 +166,11 @@ class _StagedStacks:
 class _Updates:
     """Carries the host's decisions to the card and what steps did back."""
 
-    def __init__(self, table: ExpertTable, cache: ExpertCache, slots: int, block_bytes: int) -> None:
+    def __init__(
+        self, table: ExpertTable, cache: ExpertCache, slots: int, block_bytes: int, counters: Tensor
+    ) -> None:
         assert table.fills is not None
+        self._counters, self._counted = counters, torch.zeros_like(counters, device="cpu").pin_memory()
         self._fills, self._late = table.fills, LateUpdates(cache, table.address.shape[1])
         self._num_experts = cache.num_experts
         self._slots, self._block_bytes = slots, block_bytes
@@ -185,6 +200,11 @@ class _Updates:
     def record(self) -> None:
         self._used.copy_(self._fills.used, non_blocking=True)
         self._filled.copy_(self._fills.filled, non_blocking=True)
+        self._counted.copy_(self._counters, non_blocking=True)
+
+    def counted(self) -> list[int]:
+        """The kernels' counters when the last step ended, or the one before."""
+        return self._counted.tolist()
 
     def decide(self) -> None:
         self._over.record()
@@ -211,7 +231,8 @@ class _Guests:
         if self._coming is None:
             places = self._buffers.blocks()
             guests = self._cache.lend(len(places), but)
-            self._coming = guests, np.array([place.data_ptr() for place in places[: len(guests)]])
+            starts = [place.data_ptr() for place in places[: len(guests)]]
+            self._coming = guests, np.array(starts, dtype=np.int64)
             with self._buffers.copying(self._arrived):
                 for (layer, expert), place in zip(guests.tolist(), places, strict=False):
                     self._buffers.fetch_expert(layer, expert, place)

@@ -59,7 +59,7 @@ class StepGraphs:
             raise UsageError(f"{model.facts.name} has no decode graphs: {why}.", hint="It runs without them.")
         self.model = model
         self.streamed = experts if isinstance(experts, StreamedExperts) else None
-        self.counters = new_counters(model.device)
+        self.counters = new_counters(model.device) if self.streamed is None else self.streamed.counters
         self.num_steps = 0
         self._capture = capture
         sizes = [size for size in BUCKETS if size < sequences] + [

@@ -156,9 +156,9 @@ def _bytes(session: Session, pages_free: int) -> Metric:
 
 def _experts(experts: StreamedExperts) -> Iterator[Metric]:
     events = CounterMetricFamily(
-        "packhorse_experts", "Routed experts that decode steps used, kept and dropped.", labels=["event"]
+        "packhorse_experts", "Experts that decode steps used, missed, kept and dropped.", labels=["event"]
     )
-    for name, count in vars(experts.stats).items():
+    for name, count in experts.counts.items():
         events.add_metric([name], count)
     yield events
     link = CounterMetricFamily("packhorse_link_bytes", "Experts over the card's link.", labels=["by"])
