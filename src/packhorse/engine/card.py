@@ -12,7 +12,8 @@ import torch
 
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import MIB, format_bytes
-from packhorse.facts.nvml import process_bytes
+from packhorse.facts.machine import DISPLAY_BYTES
+from packhorse.facts.nvml import has_display, process_bytes
 
 MODULE_BYTES = 160 * MIB
 """Kernels of libraries and our own that are loaded when they first run: they come out of no pool of ours."""
@@ -22,7 +23,8 @@ _SMALL = 512 * 1024
 
 
 class CardMemory:
-    """The memory of one card that this process may take: `cap` bytes, or (None) what is free when this is made.
+    """The memory of one card that this process may take: `cap` bytes, or (None) what is free when this is made, less
+    what a desktop needs where a display is attached.
 
     runtime_bytes: what will be taken beside what is planned. Makes the CUDA context, which takes some itself. Raises
     DoesNotFitError where less than `cap` is there.
@@ -31,6 +33,7 @@ class CardMemory:
     def __init__(self, device: str, cap: int | None) -> None:
         self.device = torch.device("cuda", torch.device(device).index or 0)
         free, self.total = torch.cuda.mem_get_info(self.device)
+        self._uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         context = self.used_bytes()
         there = free + context
         if cap is not None and cap > there:
@@ -42,7 +45,9 @@ class CardMemory:
                 unit="bytes",
                 hint="Lower --vram, or end what else uses the card.",
             )
-        self.cap = there if cap is None else cap
+        if cap is None:
+            cap = there - (DISPLAY_BYTES if has_display(self._uuid) else 0)
+        self.cap = cap
         held = torch.cuda.memory_reserved(self.device)
         self.runtime_bytes = context - held + MODULE_BYTES + SLACK_BYTES
         # Memory that the allocator gives back in part, so that freed blocks of any size serve the next.
@@ -67,7 +72,7 @@ class CardMemory:
     def used_bytes(self) -> int:
         """What the driver says that this process takes; where it tells no process apart, what the card's users take
         together."""
-        ours = process_bytes(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+        ours = process_bytes(self._uuid)
         if ours is None:
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free

@@ -62,3 +62,14 @@ def driver_of() -> str:
     except nvml.NVMLError:
         return ""
     return f"; the driver {name} runs CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
+
+
+def has_display(uuid: str) -> bool:
+    """Whether a display is attached to a card; False where the driver does not say."""
+    nvml, _ = open_nvml()
+    if nvml is None:
+        return False
+    try:
+        return bool(nvml.nvmlDeviceGetDisplayActive(nvml.nvmlDeviceGetHandleByUUID(uuid)))
+    except nvml.NVMLError:
+        return False
