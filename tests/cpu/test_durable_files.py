@@ -314,8 +314,14 @@ def test_a_damaged_index(tmp_path, seed):
     """Emptied or served: never a wrong record, never a crash; and usable afterwards."""
     random = Random(seed)
     folder = tmp_path / "s"
-    store, model = numbers.open_store(folder)
+    store = DurableStore(folder, quota=64 * MIB, reserve=0)
+    model = store.add_model(numbers.MODEL, {"name": "numbers", "page_len": "4"})
     store.write(model, [numbers.image(n) for n in range(60)])
+    for n in range(0, 60, 3):
+        parent, tokens = numbers.key(n, "parent"), numbers.image(n).record.tokens
+        store.note_prefix(model, parent, numbers.key(n, "prefix"), tokens, "x")
+    with store.transaction() as write:
+        write.execute("UPDATE prefixes SET lifetime = -1 WHERE id % 2 = 0")  # over: a start removes these
     store.close()
     path = folder / "index.sqlite"
     data = bytearray(path.read_bytes())

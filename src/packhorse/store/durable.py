@@ -82,6 +82,7 @@ _JOINED = "LEFT JOIN documents ON documents.prefix = prefixes.id"
 TEXTS = "length(tokens) + ifnull(length(text) + length(pages), 0)"
 """Bytes that a prefix, and its document, take of the index."""
 _COLUMNS = "kind, parent, key, start, stop, tokens, bytes, id, model, file, crc"
+_TYPES = (str, bytes, bytes, int, int, bytes, int, int, int, str, int)
 
 
 class FileSystem:
@@ -416,7 +417,10 @@ class DurableStore:
     def expire(self) -> None:
         """Delete what is older than `max_age`, and prefixes and documents whose own lifetime is over, pinned or not.
         A clock that goes back keeps nothing longer than that from then on."""
-        self._write("expiry", self._expire)
+        try:
+            self._write("expiry", self._expire)
+        except (KeyError, TypeError, ValueError) as error:  # rows that are damaged
+            self._complain(error)
 
     def _expire(self) -> None:
         now = self.files.now()
@@ -666,7 +670,7 @@ class DurableStore:
     def _select(self, where: str, values: Sequence[Any]) -> list[DiskRecord]:
         try:
             rows = self._reader.execute(f"SELECT {_COLUMNS} FROM records WHERE {where}", values).fetchall()
-            found = [DiskRecord(Kind(row[0]), *row[1:]) for row in rows]
+            found = [DiskRecord(Kind(row[0]), *row[1:]) for row in rows if tuple(map(type, row)) == _TYPES]
         except (sqlite3.Error, ValueError) as error:
             self._complain(error)
             return []
