@@ -54,7 +54,9 @@ def uninterrupted(family: str, kv: str | None, ids: tuple[int, ...], max_tokens:
     return tokens, logits(engine, "r")
 
 
-CODECS = [(HYBRID, kv) for kv in (None, "fp16", "bf16", "fp8", "k5v4", "k4v4")] + [(DENSE, kv) for kv in (None, "k5v4")]
+CODECS = [(HYBRID, kv) for kv in (None, "fp16", "bf16", "fp8", "k5v4", "k4v4")] + [
+    (DENSE, kv) for kv in (None, "k5v4")
+]
 
 
 @pytest.mark.parametrize(("family", "kv"), CODECS)
