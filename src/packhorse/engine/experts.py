@@ -11,6 +11,7 @@ the buffers hold experts too. Letters: L layers with experts, E experts, S place
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from packhorse.kernels.experts.cuda import (
 from packhorse.models.experts import ExpertBlocks, join_shared
 from packhorse.models.model import Model
 from packhorse.quant.packed import PackedTensor, aligned_bytes
-from packhorse.store.arena import PinnedArena
+from packhorse.store.arena import PagedArena, PinnedArena
 from packhorse.store.experts import ExpertCache, Ints, LateUpdates
 
 QUIET_STEPS = 16
@@ -82,9 +83,7 @@ class StreamedExperts:
         for layer, expert in resident.nonzero().tolist():
             self._buffers.fetch_expert(layer, expert, self.slots[int(self.cache.slots[layer, expert])])
         torch.cuda.current_stream().synchronize()
-        for number, index in enumerate(layout.layers):
-            mlp = model.weights.layer(index).mlp
-            mlp.experts = _StagedStacks(self, number)
+        _hand_out(model, self)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -133,8 +132,8 @@ class StreamedExperts:
         self._guests.leave()
         return self._buffers.stage(number)
 
-    def one_layer(self, number: int) -> ExpertTable:
-        """A table of that layer alone, as it is now, for calls that keep nothing."""
+    def few(self, number: int, ids: Tensor) -> ExpertTable:
+        """A table of that layer alone, as it is now, for calls that keep nothing, whatever experts they need."""
         address = self.table.address[number : number + 1] & ~HOST
         return replace(self.table, address=address, fills=None)
 
@@ -142,17 +141,67 @@ class StreamedExperts:
         return self.slots.data_ptr() + slots * self.blocks.layout.block_bytes
 
 
+class FetchedExperts:
+    """The same where the card cannot read host memory: the experts that few tokens need are copied to slots before they
+    are used, for which the host waits for each layer's router."""
+
+    def __init__(self, model: Model, arena: PagedArena, num_slots: int) -> None:
+        blocks = model.experts
+        assert blocks is not None and blocks.memory.data_ptr() == arena.bytes.data_ptr()
+        self.blocks, self.num_slots = blocks, num_slots
+        self.hits = self.misses = 0
+        size = blocks.layout.block_bytes
+        self._slots = aligned_bytes(num_slots * size, model.device).view(num_slots, size)
+        self._buffers = _LayerBuffers(blocks, arena, torch.device(model.device))
+        # Slots of (layer, expert), the one used longest ago first.
+        self._slot_of: OrderedDict[tuple[int, int], int] = OrderedDict()
+        _hand_out(model, self)
+
+    def few(self, number: int, ids: Tensor) -> ExpertTable:
+        """A table of that layer in which the experts `ids` are on the card."""
+        layout, wanted = self.blocks.layout, ids.unique().tolist()
+        address = torch.zeros(1, layout.num_experts, dtype=torch.int64)
+        if len(wanted) > self.num_slots:
+            first = self.stage(number)[0].data.data_ptr()
+            address[0] = first + layout.block_bytes * torch.arange(layout.num_experts)
+        else:
+            for expert in wanted:
+                address[0, expert] = self._slots[self._fetch(number, expert)].data_ptr()
+        return _table(replace(self.blocks, shared=None), address.to(self._slots.device))
+
+    def stage(self, number: int) -> tuple[PackedTensor, PackedTensor]:
+        """As StreamedExperts.stage."""
+        return self._buffers.stage(number)
+
+    def _fetch(self, layer: int, expert: int) -> int:
+        slot = self._slot_of.pop((layer, expert), None)
+        self.hits += slot is not None
+        self.misses += slot is None
+        if slot is None:
+            full = len(self._slot_of) == self.num_slots
+            slot = self._slot_of.popitem(last=False)[1] if full else len(self._slot_of)
+            # In the order of the stream: what read the slot before has been sent.
+            self._buffers.fetch_expert(layer, expert, self._slots[slot])
+        self._slot_of[layer, expert] = slot
+        return slot
+
+
+def _hand_out(model: Model, experts: StreamedExperts | FetchedExperts) -> None:
+    """Give each layer's weights the stacks that are fetched when they are asked for."""
+    for number, index in enumerate(experts.blocks.layout.layers):
+        model.weights.layer(index).mlp.experts = _StagedStacks(experts, number)
+
+
 @dataclass(frozen=True)
 class _StagedStacks:
     """What a layer's weights have as `experts`: stacks that are fetched when they are asked for."""
 
-    experts: StreamedExperts
+    experts: StreamedExperts | FetchedExperts
     number: int
 
-    @property
-    def table(self) -> ExpertTable:
-        """For few tokens, which need few experts: see StreamedExperts.one_layer."""
-        return self.experts.one_layer(self.number)
+    def few(self, ids: Tensor) -> ExpertTable:
+        """A table of this layer for few tokens, which go to `ids`."""
+        return self.experts.few(self.number, ids)
 
     @property
     def gate_up_proj(self) -> PackedTensor:
@@ -261,7 +310,7 @@ class _Guests:
 class _LayerBuffers:
     """Two places for the experts of a layer: one is read while the other is filled."""
 
-    def __init__(self, blocks: ExpertBlocks, arena: PinnedArena, device: torch.device) -> None:
+    def __init__(self, blocks: ExpertBlocks, arena: PinnedArena | PagedArena, device: torch.device) -> None:
         layout = blocks.layout
         self._layout, self._arena = layout, arena
         self._memory = [aligned_bytes(layout.layer_bytes, str(device)) for _ in range(2)]

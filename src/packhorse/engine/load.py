@@ -16,7 +16,12 @@ from packhorse.core.types import Request, SamplingParams
 from packhorse.core.units import format_bytes
 from packhorse.engine.card import CardMemory, room_on
 from packhorse.engine.engine import Engine
-from packhorse.engine.experts import StreamedExperts, join_shared_experts, resident_table
+from packhorse.engine.experts import (
+    FetchedExperts,
+    StreamedExperts,
+    join_shared_experts,
+    resident_table,
+)
 from packhorse.engine.graphs import Experts, StepGraphs
 from packhorse.engine.heap import give_back_freed
 from packhorse.engine.identity import model_identity
@@ -34,7 +39,7 @@ from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.plan.account import SEGMENT_LEN
 from packhorse.quant.packed import aligned_bytes
-from packhorse.store.arena import PinnedArena, PinnedTensor
+from packhorse.store.arena import RING_BYTES, PagedArena, PinnedArena, PinnedTensor
 from packhorse.store.durable import DurableStore
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
@@ -104,7 +109,7 @@ def _assemble(
     dtype = DTYPES[sizes.dtype]
     geometry = StoreGeometry.of(facts, dtype, config.page_len, sizes.kv)
     disk, identity = open_disk(facts, config, geometry, sizes)
-    arena = PinnedArena(sizes.pinned_bytes) if sizes.pinned_bytes else None
+    arena, pinning = host_arena(sizes.pinned_bytes)
     model = load_model(
         facts,
         open_checkpoint(facts),
@@ -137,6 +142,7 @@ def _assemble(
         number = 0 if disk is None else disk.add_model(identity, about)
         store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
     graphs, stepping = step_graphs(model, store, experts, config, sizes)
+    stepping = (*pinning, *stepping)
     engine = Engine(
         Runner(model, graphs=graphs),
         store,
@@ -154,7 +160,19 @@ def _assemble(
     return engine, disk, stepping
 
 
-def _expert_memory(arena: PinnedArena | None, device: str, layout: ExpertLayout) -> Tensor:
+def host_arena(size: int) -> tuple[PinnedArena | PagedArena | None, tuple[str, ...]]:
+    """Host memory for `size` bytes of experts, None for none; and what to say where the system does not pin it."""
+    if not size:
+        return None, ()
+    try:
+        return PinnedArena(size), ()
+    except DoesNotFitError as error:
+        ring = format_bytes(RING_BYTES)
+        note = f"{error} Experts pass through {ring} of pinned memory instead, and each layer waits for them: slower"
+        return PagedArena(size), (note,)
+
+
+def _expert_memory(arena: PinnedArena | PagedArena | None, device: str, layout: ExpertLayout) -> Tensor:
     """Where the routed experts are loaded to: their home in host memory, or the card."""
     if arena is not None:
         return arena.bytes[: layout.total_bytes]
@@ -191,7 +209,9 @@ def warm_up(engine: Engine, config: EngineConfig, sizes: Sizes) -> None:
                 raise event.error
 
 
-def place_experts(model: Model, arena: PinnedArena | None, sizes: Sizes) -> Experts:
+def place_experts(
+    model: Model, arena: PinnedArena | PagedArena | None, sizes: Sizes
+) -> Experts | FetchedExperts:
     """Where decode steps find the routed experts of a model on a card; None where they have no kernels for them."""
     if model.experts is None:
         return None
@@ -199,15 +219,21 @@ def place_experts(model: Model, arena: PinnedArena | None, sizes: Sizes) -> Expe
     if arena is None:
         return resident_table(model.experts)
     assert sizes.expert_slots is not None
+    if isinstance(arena, PagedArena):
+        return FetchedExperts(model, arena, sizes.expert_slots)
     return StreamedExperts(model, arena, sizes.expert_slots)
 
 
 def step_graphs(
-    model: Model, store: KVStore, experts: Experts, config: EngineConfig, sizes: Sizes
+    model: Model, store: KVStore, experts: Experts | FetchedExperts, config: EngineConfig, sizes: Sizes
 ) -> tuple[StepGraphs | None, tuple[str, ...]]:
     """Captured decode steps where the device is a card and there are kernels for the model, and what to say of it."""
     if config.device == "cpu" or config.exact:
         return None, ()
+    if isinstance(experts, FetchedExperts):
+        return None, (
+            "decode steps run kernel by kernel, without graphs: experts are fetched layer by layer",
+        )
     try:
         graphs = StepGraphs(model, store, experts, sequences=config.sequences, max_len=sizes.context)
         return graphs, ("decode steps are captured graphs",)

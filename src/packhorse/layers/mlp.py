@@ -21,7 +21,7 @@ class Mlp:
 class Moe:
     """weights: `gate` (router, fp32), `experts.gate_up_proj` [E, 2 I, H], `experts.down_proj` [E, H, I], and
     with a shared expert `shared_expert` (an Mlp's) and `shared_expert_gate`. Where the experts are fetched when they
-    are asked for, `experts.table` finds the few that few tokens need."""
+    are asked for, `experts.few(ids)` finds those that few tokens need."""
 
     def __init__(self, facts: MoeFacts, exact: bool) -> None:
         self.facts = facts
@@ -31,8 +31,8 @@ class Moe:
     def __call__(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """x [T, H] -> [T, H] fp32."""
         share, experts = route(weights.gate(x.float()), self.facts.top_k, self.facts.norm_topk)
-        if x.shape[0] <= dispatch.FEW_TOKENS and hasattr(weights.experts, "table"):
-            out = dispatch.table_mix(x, share, experts, weights.experts.table)
+        if x.shape[0] <= dispatch.FEW_TOKENS and hasattr(weights.experts, "few"):
+            out = dispatch.table_mix(x, share, experts, weights.experts.few(experts))
         else:
             matrices = weights.experts.gate_up_proj, weights.experts.down_proj
             out = dispatch.expert_mix(x, share, experts, *matrices, exact=self.exact)

@@ -24,6 +24,8 @@ from packhorse.core.units import GIB, MIB, format_bytes, round_up
 
 SEGMENT_BYTES = GIB
 """Bytes registered at once, at most."""
+RING_BYTES = 64 * MIB
+"""Pinned memory of a PagedArena."""
 THREADS = 8
 """Segments registered at the same time: the time goes into clearing the pages."""
 
@@ -97,6 +99,38 @@ class PinnedArena:
                     raise _too_large(size, min(pinned, size), f"CUDA error {code}")
                 if progress is not None:
                     progress(done, size)
+
+
+class PagedArena:
+    """`size` bytes of host memory that a card cannot read by itself, for systems that pin little (WSL2: about 1 GiB).
+    What it is to have passes through a small pinned ring.
+
+    bytes: uint8 [size]. Raises DoesNotFitError where not even the ring can be pinned.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.bytes: Tensor = torch.empty(size, dtype=torch.uint8)
+        self._ring = [torch.empty(RING_BYTES // 2, dtype=torch.uint8) for _ in range(2)]
+        self._pins = [PinnedTensor(half) for half in self._ring]
+        self._sent = [torch.cuda.Event() for _ in self._ring]
+        self._turn = 0
+
+    def copy_to(self, target: Tensor, start: int) -> None:
+        """Fill target, uint8 [n] on a card, with the bytes from `start` on, on the current stream; the caller's memory
+        may change afterwards."""
+        size = len(self._ring[0])
+        for done in range(0, target.numel(), size):
+            part = target[done : done + size]
+            half, sent = self._ring[self._turn][: len(part)], self._sent[self._turn]
+            sent.synchronize()  # nothing where it was never recorded
+            half.copy_(self.bytes[start + done : start + done + len(part)])
+            part.copy_(half, non_blocking=True)
+            sent.record()
+            self._turn ^= 1
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._pins.clear()
 
 
 class PinnedTensor:
