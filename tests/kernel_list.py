@@ -78,7 +78,9 @@ def usual() -> Pairs:
         (packed("int8-g32")[2], 75),
         (packed("int8-g128", BF16)[2], 80),
         (packed("fp8-g128")[1], 75),
-        (packed("int5m-g32")[2], 86),
+        (packed("int5m-g32")[2], 80),
+        (packed("int4z-g64")[2], 90),
+        (packed("int4m-g32")[2], 86),
         (attention("fp8", 64)["write_kv"], 90),
     ]  # fmt: skip
     return unique([*((variant, arch) for arch in ARCHS for variant in first_start(arch)), *tight])

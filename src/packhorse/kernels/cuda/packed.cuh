@@ -55,6 +55,8 @@ constexpr int UNIT_BYTES = UNIT_BLOCKS * BLOCK_BYTES;
 #define ASYNC (__CUDA_ARCH__ >= 800)
 // Blocks that a multiprocessor is to hold at least: where registers allow it.
 #define MIN_BLOCKS (ASYNC && KIND < K_QUANT ? 2 : 1)
+// The same for rows of 16 tokens: with zeros, minima or groups of 64 two blocks would leave too few registers.
+#define ROWS_BLOCKS (NT == 2 && (KIND == ZERO || KIND == MINIMUM || GROUP == 64) ? 1 : MIN_BLOCKS)
 
 constexpr int PAIRS = UNIT_TILES / 2;
 

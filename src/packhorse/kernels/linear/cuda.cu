@@ -5,7 +5,7 @@
 // out: M rows of out_stride values, fp32 or the activations' type. bias [N] or null; residual fp32, out's shape, or
 // null: added. swiglu: the matrix is gate rows, then up rows, and out [M, N / 2] = silu(gate) * up * swiglu in the
 // activations' type; values beyond it are counted in `saturated`. 0 is no swiglu.
-extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, ROWS_BLOCKS)
     packed_gemv(const unsigned char* weight, const unsigned char* x, void* out, const float* bias,
                 const float* residual, u64* saturated, int num_rows, int num_tiles, int num_tokens, int out_stride,
                 int out_fp32, float swiglu) {
