@@ -265,9 +265,7 @@ def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
         found.append(f"{footprint.num_cards} cards")
     if footprint.recipe.is_packed and not footprint.recipe.from_files:
         found.append(f"the recipe {footprint.recipe.name}")
-    if footprint.num_cards and job.kv != footprint.recipe.dtype:
-        found.append(f"the KV codec {job.kv}")
-    if placement.kept < placement.num_units:
+    if placement.kept < placement.num_units and footprint.facts.moe is None:
         found.append(f"{footprint.mover} outside the card")
     if footprint.num_cards and job.host_kv:
         found.append("active KV in host memory")
