@@ -242,9 +242,11 @@ class _Updates:
         self._fills.changes.copy_(self._rows, non_blocking=True)
 
     def on_their_way(self) -> Ints:
-        """Experts [n, 2] that the step before was to keep: they have a slot from the coming step on."""
+        """Experts [n, 2] whose entries the coming step writes: those that the step before was to keep have a slot from
+        then on, those that leave have none."""
         layer, place = np.nonzero(self._filled.numpy() >= 0)
-        return np.stack((layer, self._filled.numpy()[layer, place].astype(np.int64)), axis=1)
+        kept = np.stack((layer, self._filled.numpy()[layer, place].astype(np.int64)), axis=1)
+        return np.concatenate((kept, self._late.leaving))
 
     def record(self) -> None:
         self._used.copy_(self._fills.used, non_blocking=True)
@@ -287,7 +289,7 @@ class _Guests:
                     self._buffers.fetch_expert(layer, expert, place)
         elif self._arrived.query():
             guests, addresses = self._coming
-            # Who got a slot meanwhile, or is about to, stays there.
+            # Who got a slot meanwhile, or is about to, stays there; who leaves one goes to the host copy first.
             taken = self._cache.slots >= 0
             taken[but[:, 0], but[:, 1]] = True
             self._cache.lent &= ~taken

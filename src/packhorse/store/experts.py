@@ -131,6 +131,11 @@ class LateUpdates:
         self._renewed = np.zeros((layers, spares), dtype=bool)
         self._seen: tuple[Ints, Ints] | None = None
 
+    @property
+    def leaving(self) -> Ints:
+        """Experts [n, 2] that leave their slots when the step begins that was begun last."""
+        return self._next.evicted
+
     def begin(self, step: tuple[Ints, Ints] | None) -> Ints:
         """A step is to begin. step: what the one before used [L, R] and the places [L, S] as it left them, None
         where there was none. Returns the rows [L * S, 3] that it begins with: entry l * row_len + e that leaves, place
