@@ -10,16 +10,35 @@ from hypothesis import strategies as st
 from packed_cases import columns_for, random_codes
 from packhorse.core.formats import PACKED, PackedFormat
 from packhorse.core.units import ceil_div
-from packhorse.quant.packed import Codes, PackedTensor, pack, unpack
+from packhorse.quant.packed import Codes, PackedTensor, pack, unpack, write_rows
 
 NAMES = sorted(PACKED)
 
 
 def equal(a: Codes, b: Codes) -> bool:
     return all(
-        (x is None and y is None) or (x.dtype == y.dtype and torch.equal(x, y))
+        x.dtype == y.dtype and torch.equal(x, y) if isinstance(x, torch.Tensor) else x is y
         for x, y in zip(a, b, strict=True)
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([name for name in NAMES if PACKED[name].bits == 4]),
+    st.integers(1, 70),
+    st.integers(1, 20),
+    st.integers(0, 99),
+)
+def test_codes_two_a_byte_are_packed_as_those_with_a_byte_each(name, rows, tiles, seed):
+    form = PACKED[name]
+    cols = 64 * ceil_div(columns_for(form, 64 * tiles), 64)
+    codes = random_codes(form, rows, cols, seed, ())
+    pairs = codes._replace(codes=codes.codes[:, ::2] | codes.codes[:, 1::2] << 4, pairs=True)
+    assert equal(pairs.spread(), codes)
+    packed = pack(form, codes)
+    out = torch.full_like(packed.data, 255)
+    write_rows(form, lambda at: pairs.each(lambda part: part[at]), torch.arange(rows), out)
+    assert torch.equal(out, packed.data)
 
 
 @settings(max_examples=150, deadline=None)

@@ -124,14 +124,17 @@ def side_by_side() -> Iterator[SideBySide]:
     if threads == 1:
         yield map
         return
-    with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
-        try:
-            yield pool.map
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        finally:
-            torch.set_num_threads(threads)
+    # The caller too: OpenMP's threads would spin beside the pool's.
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
+            try:
+                yield pool.map
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(threads)
 
 
 def fill(weight: PackedTensor, plan: PiecePlan, runs: list[Run], each: SideBySide = map) -> Tensor | None:

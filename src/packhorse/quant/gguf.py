@@ -61,8 +61,9 @@ def _bits(data: Tensor) -> Tensor:
 
 def codes(rows: Tensor, form: Format) -> Codes:
     """The codes of rows of blocks, uint8 [N, bytes of a row], in the packed format that `form` names."""
-    parts = _CODES[form.name](rows.reshape(-1, form.block_bytes))
-    return Codes(*(None if part is None else part.reshape(len(rows), -1) for part in parts))  # type: ignore[arg-type]
+    return _CODES[form.name](rows.reshape(-1, form.block_bytes)).each(
+        lambda part: part.reshape(len(rows), -1)
+    )
 
 
 def check_scales(name: str, rows: Tensor, form: Format) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.core.formats import LINE_BYTES, TILE_COLS, TILE_ROWS, PackedFormat
-from packhorse.core.units import ceil_div
+from packhorse.core.units import ceil_div, round_up
 
 SLICE_LEN = 1 << 20
 """Codes worked on at a time, so that intermediate values stay in cache and never double a matrix."""
@@ -36,6 +36,7 @@ class Codes(NamedTuple):
     scales, offsets: [N, G]. One-level formats: fp16 scales, and fp16 zeros or minima; fp8: fp32 scales.
     K-quants: uint8 sub-scales and sub-minima of 6 bits; q6_k: int8 sub-scales.
     supers, super_offsets: K-quants only, fp16 [N, K / 256], d and (not q6_k) dmin.
+    pairs: codes are [N, K / 2], of 4 bits, the even column's in the low half of a byte; K is a multiple of 64.
     """
 
     codes: Tensor
@@ -43,6 +44,18 @@ class Codes(NamedTuple):
     offsets: Tensor | None = None
     supers: Tensor | None = None
     super_offsets: Tensor | None = None
+    pairs: bool = False
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        """With `change` done to every part."""
+        return Codes(*(change(part) if isinstance(part, Tensor) else part for part in self))  # type: ignore[arg-type]
+
+    def spread(self) -> Codes:
+        """The same with a byte for each code."""
+        if not self.pairs:
+            return self
+        low_first = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
+        return self._replace(codes=low_first.flatten(-2), pairs=False)
 
 
 RowCodes = Callable[[Tensor], Codes]
@@ -130,10 +143,10 @@ def pack(form: PackedFormat, codes: Codes) -> PackedTensor:
     if not form.fits(num_cols):
         raise ValueError(f"{num_cols} columns do not fit {form.name}")
     packed = PackedTensor.empty(form, num_rows, num_cols, tuple(lead))
-    flat = [None if part is None else part.flatten(0, -2) for part in codes]
+    flat = codes.each(lambda part: part.flatten(0, -2))
     for index, out in enumerate(packed.data.view(-1, *packed.data.shape[-2:])):
         rows = torch.arange(index * num_rows, (index + 1) * num_rows)
-        write_rows(form, lambda rows: Codes(*(None if p is None else p[rows] for p in flat)), rows, out)  # type: ignore[arg-type]
+        write_rows(form, lambda rows: flat.each(lambda part: part[rows]), rows, out)
     return packed
 
 
@@ -144,7 +157,7 @@ def write_rows(form: PackedFormat, codes: RowCodes, rows: Tensor, out: Tensor) -
         part = codes(rows[start : start + step])
         padding = -len(part.codes) % TILE_ROWS
         if padding:
-            part = Codes(*(None if p is None else F.pad(p, (0, 0, 0, padding)) for p in part))  # type: ignore[arg-type]
+            part = part.each(lambda rows, padding=padding: F.pad(rows, (0, 0, 0, padding)))  # type: ignore[misc]
         pack_blocks(form, part, out[start // TILE_ROWS : ceil_div(start + step, TILE_ROWS)])
 
 
@@ -152,15 +165,12 @@ def unpack(packed: PackedTensor) -> Codes:
     """What `pack` was given."""
     lead, rows = packed.data.shape[:-2], packed.data.shape[-2] * TILE_ROWS
     codes = unpack_blocks(packed.format, packed.data.view(-1, packed.data.shape[-1]), packed.num_cols)
-    real = (
-        None if part is None else part.view(*lead, rows, -1)[..., : packed.num_rows, :].contiguous()
-        for part in codes
-    )
-    return Codes(*real)  # type: ignore[arg-type]
+    return codes.each(lambda part: part.view(*lead, rows, -1)[..., : packed.num_rows, :].contiguous())
 
 
 def values(form: PackedFormat, codes: Codes) -> Tensor:
     """fp32 [L, N, K] of codes and what they mean. The order of operations is that of gguf's dequantization."""
+    codes = codes.spread()
     num_cols = codes.codes.shape[-1]
     q = codes.codes.view(torch.float8_e4m3fn).float() if form.kind == "fp8" else codes.codes.float()
     # [L, N, G, group_len], and [L, N, G, 1] for what a group has in common.
@@ -201,30 +211,44 @@ def _regions(form: PackedFormat, out: Tensor, num_cols: int) -> Iterator[tuple[T
 
 def pack_blocks(form: PackedFormat, codes: Codes, out: Tensor) -> None:
     """Write whole row blocks: parts of `codes` [16 R, ..] into out, uint8 [R, row_bytes]."""
-    num_cols = codes.codes.shape[-1]
-    padding = -num_cols % TILE_COLS
-    fill = 2 ** (form.bits - 1) if form.kind == "symmetric" else 0
-    q = F.pad(codes.codes, (0, padding), value=fill) if padding else codes.codes.contiguous()
-    q = q.view(-1, 2, _PAIRS, num_cols + padding)
+    num_cols = codes.codes.shape[-1] * (2 if codes.pairs else 1)
+    width = round_up(num_cols, TILE_COLS)
     headers = _headers(form, codes, ceil_div(num_cols, form.block_cols))
-    if form.bits == 8:
-        planes = [q]
-    else:
-        low = q if form.bits == 4 else q & 15
-        planes = [_swapped(_row_pairs(low))]
-        if form.bits > 4:
-            planes.append(_swapped(_high_plane(_row_pairs(q >> 4), form.bits - 4)))
+    planes = [_of_pairs(codes.codes)] if codes.pairs else _planes(form, codes.codes, width)
     for header, tiles, blocks, columns in _regions(form, out, num_cols):
         header.copy_(headers[:, blocks])
         start = 0
         for plane in planes:
             # Columns of a plane's bytes: a byte of the 1- or 2-bit plane covers 4 or 2 of them.
-            scale = q.shape[-1] // plane.shape[-1]
+            scale = width // plane.shape[-1]
             part = plane[..., columns.start // scale : columns.stop // scale]
             part = part.unflatten(-1, (tiles.shape[1], tiles.shape[2], -1))
             size = TILE_ROWS * TILE_COLS if form.bits == 8 else _PAIRS * part.shape[-1]
             _to_tiles(part, tiles[..., start : start + size])
             start += size
+
+
+def _planes(form: PackedFormat, codes: Tensor, width: int) -> list[Tensor]:
+    """The planes of codes, uint8 [16 R, K], padded to `width` columns: [R, 8, bytes], of 8 bits [R, 2, 8, width]."""
+    padding = width - codes.shape[-1]
+    fill = 2 ** (form.bits - 1) if form.kind == "symmetric" else 0
+    q = F.pad(codes, (0, padding), value=fill) if padding else codes.contiguous()
+    q = q.view(-1, 2, _PAIRS, width)
+    if form.bits == 8:
+        return [q]
+    planes = [_swapped(_row_pairs(q if form.bits == 4 else q & 15))]
+    if form.bits > 4:
+        planes.append(_swapped(_high_plane(_row_pairs(q >> 4), form.bits - 4)))
+    return planes
+
+
+def _of_pairs(codes: Tensor) -> Tensor:
+    """The plane [R, 8, K] of `Codes.pairs` [16 R, K / 2]: four columns of two rows at a time, even ones first."""
+    rows = codes.contiguous().view(-1, 2, _PAIRS, codes.shape[-1]).view(torch.int64)
+    low, high = rows[:, 0], rows[:, 1]
+    even = (low & _LOW_NIBBLES) | ((high & _LOW_NIBBLES) << 4)
+    odd = ((low >> 4) & _LOW_NIBBLES) | (high & ~_LOW_NIBBLES)
+    return torch.stack((even.view(torch.int16), odd.view(torch.int16)), dim=-1).flatten(-2).view(torch.uint8)
 
 
 def unpack_blocks(form: PackedFormat, blocks: Tensor, num_cols: int) -> Codes:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from packhorse.core.errors import WeightsError
+from packhorse.core.formats import TILE_COLS
 from packhorse.core.units import ceil_div
 from packhorse.facts.model import StoredMatrix
 from packhorse.quant.packed import Codes, RowCodes
@@ -68,6 +69,14 @@ def _groups(matrix: StoredMatrix, values: Tensor) -> Tensor:
     """[N, G as stored] -> [N, G of the format]: a long group is several of the format's."""
     repeat = ceil_div(matrix.group_len, matrix.form.group_len)
     return values.repeat_interleave(repeat, dim=-1)[..., : ceil_div(matrix.shape[-1], matrix.form.group_len)]
+
+
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    """values[rows], a view where rows follow on one another."""
+    first, count = int(rows[0]) if len(rows) else 0, len(rows)
+    if torch.equal(rows, torch.arange(first, first + count)):
+        return values[first : first + count]
+    return values[rows]
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -147,9 +156,11 @@ def _compressed(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[Ro
         order = torch.arange(K)
 
     def codes(rows: Tensor) -> Codes:
+        rest = scales[rows], None if offsets is None else offsets[rows]
+        if bits == 4 and order is None and K % TILE_COLS == 0:
+            return Codes(_rows(words, rows).view(torch.uint8), *rest, pairs=True)
         q = _unpacked(words[rows], bits)[:, :K]
-        q = q if order is None else q[:, order]
-        return Codes(q, scales[rows], None if offsets is None else offsets[rows])
+        return Codes(q if order is None else q[:, order], *rest)
 
     return codes, order
 
@@ -173,4 +184,11 @@ def _packhorse(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> RowCodes:
     if zeros is not None and not bool(((zeros >= 0) & (zeros <= 2**matrix.form.bits)).all()):
         raise _wrong(matrix, "has zeros out of range")
     bits = matrix.form.bits
-    return lambda rows: Codes(_unpacked(q[rows], bits), scales[rows], None if zeros is None else zeros[rows])
+
+    def codes(rows: Tensor) -> Codes:
+        rest = scales[rows], None if zeros is None else zeros[rows]
+        if bits == 4 and matrix.shape[-1] % TILE_COLS == 0:
+            return Codes(_rows(q, rows), *rest, pairs=True)
+        return Codes(_unpacked(q[rows], bits), *rest)
+
+    return codes
