@@ -18,8 +18,10 @@ from packed_cases import random_codes
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError, UsageError, WeightsError
 from packhorse.core.formats import PACKED
-from packhorse.core.units import GIB, MIB
+from packhorse.core.units import GIB, MIB, parse_bytes
 from packhorse.engine.size import SPARES, size_engine
+from packhorse.facts.known import known_model
+from packhorse.facts.model import StoredMatrix
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.read import read_model
 from packhorse.kernels.linear import int4
@@ -312,3 +314,30 @@ def test_experts_give_way_to_a_cap(tmp_path):
     assert size_engine(facts, config, "fp16", least).expert_slots == 2 * sum(facts.moe_layers) * SPARES
     with pytest.raises(DoesNotFitError, match="host memory"):
         size_engine(facts, config, "fp16", least, host_bytes=experts)
+
+
+@pytest.mark.parametrize("context", [None, 8192])
+def test_the_cap_that_a_refusal_names_is_enough(context):
+    """True shapes: from any smaller cap, in bytes and as it is printed, also where residuals of a sweep want room."""
+    facts, form = known_model("qwen3.6-35b-a3b"), PACKED["int4-g128"]
+    num, inner, hidden = facts.moe.num_experts, facts.moe.expert_dim, facts.hidden_size
+    shapes = {"gate_up_proj": (num, 2 * inner, hidden), "down_proj": (num, hidden, inner)}
+    stored = {
+        f"model.layers.{layer}.mlp.experts.{name}": StoredMatrix(name, form, shape, "ours", {}, 128)
+        for layer in range(facts.num_layers)
+        for name, shape in shapes.items()
+    }
+    facts = dataclasses.replace(facts, stored=stored)
+    config = EngineConfig(context=context, sequences=1, kv="fp8", device="cuda")
+    refused = 0
+    for cap in range(6 * GIB, 10 * GIB, 8 * MIB):
+        try:
+            size_engine(facts, config, "fp16", cap)
+        except DoesNotFitError as error:
+            refused += 1
+            assert error.asked > cap
+            sizes = size_engine(facts, config, "fp16", error.asked)
+            assert sizes.expert_slots >= 2 * facts.num_layers * SPARES and sizes.device_bytes <= error.asked
+            printed = error.hint.removeprefix("Give --vram of at least ").partition(",")[0]
+            assert error.asked <= parse_bytes(printed) < error.asked + GIB // 50
+    assert 50 < refused < 500

@@ -15,7 +15,7 @@ from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageError
 from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS
-from packhorse.core.units import MIB, ceil_div, format_bytes, round_up
+from packhorse.core.units import GIB, MIB, ceil_div, format_bytes, round_up
 from packhorse.engine.schedule import TAIL_LEN
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
@@ -179,27 +179,31 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
     block, buffers = experts // num_experts, 2 * experts // num_layers
     context = config.kv_tokens or min(config.context or facts.context, facts.context)
     pages = ceil_div(context, config.page_len) * fixed.page_bytes
-    weights = fixed.weight_bytes - experts
-    least = weights + buffers + 2 * num_layers * SPARES * block
+    weights, fewest = fixed.weight_bytes - experts, 2 * num_layers * SPARES
+    least = weights + buffers + fewest * block
     if config.context is None and config.kv_tokens is None:
-        # Nobody named a context: half of what is left is for pages, so that experts find room too.
-        pages = min(pages, max(0, room - least) // 2)
+        # Nobody named a context: half of what is left is for pages, so that experts find room too. What is refused
+        # below has no room for one page.
+        pages = min(pages, max(fixed.page_bytes, (room - least) // 2))
+        context = min(context, config.page_len)
     left = room - weights - buffers - pages
     sweep_len, residuals = fixed.sweep_len, 0
     if config.sweep_len is None:
-        sweep_len = _auto_sweep_len(facts, config, left // SWEEP_SHARE)
+        # Of what is beyond the fewest slots: so that the cap a refusal names is enough.
+        sweep_len = _auto_sweep_len(facts, config, min(left // SWEEP_SHARE, left - fewest * block))
         residuals = _sweep_bytes(facts, config, sweep_len)
     slots = (left - residuals) // block
-    if slots < 2 * num_layers * SPARES:
-        needed = room - (slots - 2 * num_layers * SPARES) * block
+    if slots < fewest:
+        needed = room + (fewest - slots) * block
         taken = fixed.runtime_bytes + fixed.state_bytes + fixed.workspace_bytes
+        cap = format_bytes(round_up(needed + taken, GIB // 100))  # it is printed with two decimals
         raise DoesNotFitError(
             f"{facts.name} needs {format_bytes(needed + taken)} of the card's memory for weights, {context:,} tokens "
             f"of context and the experts of two layers, and {format_bytes(room + taken)} may be taken.",
             asked=needed + taken,
             available=room + taken,
             unit="bytes",
-            hint=f"Give --vram of at least {format_bytes(needed + taken)}, a shorter --context, or a smaller --kv.",
+            hint=f"Give --vram of at least {cap}, a shorter --context, or a smaller --kv.",
         )
     slots = min(slots, num_experts + num_layers * SPARES)
     note = f"{min(slots, num_experts):,} of {num_experts:,} routed experts on the card, all in pinned host memory"
