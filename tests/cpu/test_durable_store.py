@@ -182,6 +182,20 @@ def test_more_than_the_quota_is_not_begun(tmp_path, monkeypatch):
     assert store.lower.counters["skipped_large"] == 1 and store.lower.disk.usage()["records"] == 0
 
 
+def test_a_chain_written_in_batches_loses_its_end_first(tmp_path, monkeypatch):
+    """Without a use that they share the first batch would go, and the others were of no use."""
+    for name in ("BATCH_BYTES", "EXTENT_BYTES"):
+        monkeypatch.setattr(lower, name, 1)
+    store = make(tmp_path / "s")
+    run(store, tokens(40))
+    disk = store.lower.disk
+    monkeypatch.setattr(disk, "_index_bytes", lambda: 0)  # a deletion makes its log grow
+    disk._evict_to(disk._held() * 7 // 10)
+    assert disk.counters["evicted_records"] == 3
+    store.close_tiers()
+    assert run(make(tmp_path / "s"), tokens(40)) == 28
+
+
 class Broken(NoSync):
     """Flips a bit of every read while `flip`, and fails every write while `fail`."""
 

@@ -536,11 +536,14 @@ class LowerTiers:
         self._release(job.page_ids)
 
     def _check_found(self, root: bytes, tokens: bytes, num_pages: int) -> None:
-        """What was just written is found again, or something is wrong that nobody would notice."""
+        """What was just written is found again, or something is wrong that nobody would notice. From now on all of it
+        was used at once: of batches the first, where the chain begins, would be evicted first."""
         assert self.disk is not None
         if self.disk.trouble:
             return
         found = walk([self.disk], root, tokens, num_pages, self._page_bytes, self._chain)
+        pages = [piece.record for piece in found.pieces]
+        self.disk.touch([*pages, *self.disk.states(found.keys).values()])
         if found.num_pages < num_pages:
             self.counters["not_found_again"] += 1
             self.disk.trouble = f"of {num_pages} pages just written {found.num_pages} are found"
