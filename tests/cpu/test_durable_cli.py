@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import sqlite3
 import zlib
 from array import array
 from pathlib import Path
@@ -148,6 +149,11 @@ def test_cache(tmp_path, capsys, hut):
     assert parted["asked_text"].startswith("barn") and parted["stored_text"].startswith("hut")
     assert cli.run(["cache", "ls", "--store", str(store)]) == 0
     assert inn in capsys.readouterr().out
+    cache(capsys, "rm", last, "--store", store)
+    index = sqlite3.connect(store / "index.sqlite")
+    [(pinned, left)] = index.execute("SELECT total(pinned), count(*) FROM records")
+    assert pinned == 0 < left, "the document needs some of it, and is not pinned"
+    index.close()
     next((store / "models").glob("*/*")).write_bytes(b"x")
     assert cli.run(["cache", "verify", "--store", str(store)]) == 4
     assert "1 files" in capsys.readouterr().err

@@ -481,6 +481,8 @@ class DurableStore:
     def remove(self, prefix: Prefix) -> int:
         """Forget a prefix and what no other needs; bytes that are free now. With a document goes what was asked
         about it, unless pinned: it holds the document's text."""
+        if prefix.pinned:  # others may need some of it, and did not ask for it to stay
+            self.set_pinned(prefix, False)
         gone = {prefix.id}
         page_bytes = self.page_bytes(prefix.model)
         text = prefix.tokens[: len(prefix.tokens) // page_bytes * page_bytes]
