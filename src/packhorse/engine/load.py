@@ -65,7 +65,8 @@ def load_engine(
     detokenizer: Callable[[], Detokenizer],
     progress: Callable[[int, int], None] | None = None,
 ) -> Loaded:
-    """Size the pools, load the weights, make the engine. progress(done, total) counts tensors.
+    """Size the pools, load the weights, make the engine. progress(done, total) counts tensors. The engine is for the
+    calling thread, whose current card becomes config's.
 
     Raises UsageError or UnsupportedCardError for a device or type this machine lacks, DriverTooOldError where as_arch
     asks for what the driver cannot read, DoesNotFitError before anything is loaded, and WeightsError or
@@ -73,6 +74,9 @@ def load_engine(
     """
     hardware = probe()
     check_device(config)
+    if config.device != "cpu":
+        # Streams, events and graphs are made without naming a card: they are to be of this one.
+        torch.cuda.set_device(int(config.device.partition(":")[2] or 0))
     if config.as_arch is not None:
         use_arch(config.as_arch)
     threads = set_threads(config, hardware)
