@@ -125,7 +125,7 @@ def _assemble(
         progress=progress,
     )
     if card is not None:
-        model.embed_from_host(PinnedTensor)
+        pinning += pin_embedding(model)
     give_back_freed()  # of tensors as the files have them
     experts = place_experts(model, arena, sizes)
     store = KVStore(
@@ -174,6 +174,15 @@ def host_arena(size: int) -> tuple[PinnedArena | PagedArena | None, tuple[str, .
         ring = format_bytes(RING_BYTES)
         note = f"{error} Experts pass through {ring} of pinned memory instead, and each layer waits for them: slower"
         return PagedArena(size), (note,)
+
+
+def pin_embedding(model: Model) -> tuple[str, ...]:
+    """Have the card look tokens up in host memory by itself; what to say where the system does not pin that."""
+    try:
+        model.embed_from_host(PinnedTensor)
+    except DoesNotFitError as error:
+        return (f"{error} The host looks tokens up instead, and each step waits for it: slower",)
+    return ()
 
 
 def _expert_memory(arena: PinnedArena | PagedArena | None, device: str, layout: ExpertLayout) -> Tensor:

@@ -74,15 +74,15 @@ class PinnedArena:
 
     def _register(self, size: int, progress: Callable[[int, int], None] | None) -> None:
         torch.cuda.init()
-        cudart, base, done = torch.cuda.cudart(), self.bytes.data_ptr(), 0
+        pin, base, done = _registrar(), self.bytes.data_ptr(), 0
 
         def register(start: int) -> tuple[int, int]:
             length = min(SEGMENT_BYTES, size - start)
-            code = cudart.cudaHostRegister(base + start, length, 0)
-            if int(code) == 0:
-                self._registered.append(base + start)
-                return length, 0
-            return 0, int(code)
+            code = pin(base + start, length)
+            if code:
+                return 0, code
+            self._registered.append(base + start)
+            return length, 0
 
         threads = min(THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads) as pool:
@@ -141,10 +141,26 @@ class PinnedTensor:
         torch.cuda.init()
         self.tensor = tensor
         size = tensor.numel() * tensor.element_size()
-        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+        with ThreadPoolExecutor(1) as pool:
+            code = pool.submit(_registrar(), tensor.data_ptr(), size).result()
         if code:
             raise _too_large(size, 0, f"CUDA error {code}")
         weakref.finalize(self, _unregister, [tensor.data_ptr()])
+
+
+def _registrar() -> Callable[[int, int], int]:
+    """Registers (address, bytes) and gives CUDA's error, 0 for none; the card is the calling thread's current one.
+
+    NOTE: a thread keeps the error of a call that failed, and torch would find it at its next kernel: so it is to be
+    called in threads that end.
+    """
+    cudart, index = torch.cuda.cudart(), torch.cuda.current_device()
+
+    def register(address: int, size: int) -> int:
+        with torch.cuda.device(index):
+            return int(cudart.cudaHostRegister(address, size, 0))
+
+    return register
 
 
 def _unregister(registered: list[int]) -> None:

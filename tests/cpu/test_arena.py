@@ -1,0 +1,90 @@
+"""Host memory for a card, against a driver that pins as much as it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from packhorse.core.errors import DoesNotFitError
+from packhorse.core.units import MIB
+from packhorse.engine.load import host_arena, pin_embedding
+from packhorse.store import arena
+
+
+class Driver:
+    """cudaHostRegister that refuses what goes beyond `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if sum(self.pinned.values()) + size > self.limit:
+            return 2
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = Driver(1 << 40)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(arena, "SEGMENT_BYTES", 4 * MIB)
+    monkeypatch.setattr(arena, "RING_BYTES", 1000)
+    return driver
+
+
+def test_segments_are_registered_and_given_back(driver):
+    told: list[tuple[int, int]] = []
+    pinned = arena.PinnedArena(9 * MIB + 5, lambda done, total: told.append((done, total)))
+    assert sorted(driver.pinned.values()) == [2 * MIB, 4 * MIB, 4 * MIB] and pinned.num_bytes == 10 * MIB
+    assert told[-1] == (10 * MIB, 10 * MIB)
+    pinned.bytes[:] = torch.arange(10 * MIB) % 251
+    target = torch.zeros(5 * MIB, dtype=torch.uint8)
+    pinned.copy_to(target, 3 * MIB + 7)
+    assert torch.equal(target, pinned.bytes[3 * MIB + 7 : 8 * MIB + 7])
+    del pinned
+    gc.collect()
+    assert not driver.pinned
+
+
+def test_a_system_that_pins_little(driver):
+    """What was pinned is given back, both numbers are told, and experts pass through the ring instead."""
+    driver.limit = 5 * MIB
+    with pytest.raises(DoesNotFitError) as caught:
+        arena.PinnedArena(10 * MIB)
+    assert (caught.value.asked, caught.value.available) == (10 * MIB, 4 * MIB) and not driver.pinned
+    paged, notes = host_arena(10 * MIB)
+    assert (
+        isinstance(paged, arena.PagedArena) and "slower" in notes[0] and sum(driver.pinned.values()) == 1000
+    )
+    paged.bytes[:] = torch.arange(10 * MIB) % 251
+    for size in (1, 500, 501, 1700):
+        target = torch.zeros(size, dtype=torch.uint8)
+        paged.copy_to(target, 123)
+        assert torch.equal(target, paged.bytes[123 : 123 + size])
+    paged.close()
+    assert not driver.pinned
+
+
+def test_an_embedding_that_is_not_pinned_is_looked_up_by_the_host(driver):
+    table = torch.zeros(100, dtype=torch.uint8)
+    model = SimpleNamespace(embed_from_host=lambda pin: setattr(model, "pinned", pin(table)))
+    assert pin_embedding(model) == () and driver.pinned == {table.data_ptr(): 100}
+    model.pinned = None
+    driver.limit = 99
+    (note,) = pin_embedding(model)
+    assert "100 B" in note and "slower" in note and model.pinned is None and not driver.pinned
