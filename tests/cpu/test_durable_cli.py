@@ -83,6 +83,10 @@ def test_a_store_that_was_emptied_says_so(tmp_path, capsys, hut):
     assert ask(store, hut, QUESTION) == 0
     assert re.search(r"the store \S+ holds \d+\.\d+ [KM]iB of 64\.00 GiB\n", capsys.readouterr().err)
     (store / "index.sqlite").write_bytes(b"x" * 8192)
+    for action in ("ls", "verify"):
+        assert cli.run(["cache", action, "--store", str(store)]) == 4
+        assert "is damaged: nothing in it can be found" in capsys.readouterr().err
+    assert list((store / "models").glob("*/*"))
     assert ask(store, hut, QUESTION) == 0
     captured = capsys.readouterr().err
     assert "holds 0 B of 64.00 GiB, and was emptied" in captured and "reused 0," in captured

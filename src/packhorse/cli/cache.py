@@ -120,8 +120,8 @@ def command(
     else:
         if not (store / "secret").is_file():
             raise UsageError(f"{store} is no store.", hint="Give --store the folder of one.")
-        # The quota is the writers' affair: nothing is evicted here.
-        opened = DurableStore(store, quota=1 << 62)
+        # The quota is the writers' affair, and so is a damaged index: nothing is evicted or emptied here.
+        opened = DurableStore(store, quota=1 << 62, may_empty=False)
         try:
             if action is Action.WHY:
                 if request is not None:

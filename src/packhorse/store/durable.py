@@ -157,9 +157,10 @@ class DurableStore:
         quota: int,
         reserve: int = RESERVE,
         max_age: float | None = None,
+        may_empty: bool = True,
         files: FileSystem | None = None,
     ) -> None:
-        """Open a store, or make one.
+        """Open a store, or make one. may_empty: begin a damaged index, or one of an older layout, anew.
 
         Raises UsageError for a quota below MIN_QUOTA or a folder of something else, RefusedError where the folder
         cannot be written or has no locks, or where a store of another layout cannot be replaced.
@@ -183,7 +184,7 @@ class DurableStore:
             self._prepare_folder()
             self.secret = self._read_secret()
             alone = self._take_lock()
-            self._open_index(alone)
+            self._open_index(alone, may_empty)
             if alone:
                 self._sweep()
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -555,7 +556,7 @@ class DurableStore:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             return False
 
-    def _open_index(self, alone: bool) -> None:
+    def _open_index(self, alone: bool, may_empty: bool) -> None:
         """Connect; a damaged or older index is begun anew, which makes every file an orphan."""
         path = self.folder / "index.sqlite"
         try:
@@ -577,6 +578,11 @@ class DurableStore:
             raise RefusedError(
                 f"The store {self.folder} is {what}, and another process uses it.",
                 hint="End that process: the store is emptied then.",
+            )
+        if not may_empty:
+            raise RefusedError(
+                f"The store {self.folder} is {what}: nothing in it can be found.",
+                hint="The next ask, chat or serve with this --store empties it, and `packhorse cache wipe` deletes it.",
             )
         self.counters["emptied"] += 1
         for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
