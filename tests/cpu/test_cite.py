@@ -76,6 +76,9 @@ def test_ask_cite(monkeypatch, capsys, tmp_path):
     assert cli.run([*args, "--json", "Who?"]) == 0
     told = json.loads(capsys.readouterr().out)["citations"]
     assert [(c["pages"], c["verbatim"]) for c in told] == [([2], True), ([], False)]
+    script(monkeypatch, "Marta.<|im_end|>")
+    assert cli.run([*args, "Who?"]) == 0
+    assert "The answer has no quotes" in capsys.readouterr().err
     assert cli.run(["ask", "x", "--cite", "Who?"]) == 2
     assert "there is none" in capsys.readouterr().err
 

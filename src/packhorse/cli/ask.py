@@ -137,7 +137,7 @@ def command(
         )
     asking.warn_of_cut(answer, session.window, say)
     finish(session, documents if store is not None and system is None else [], say)
-    citations = say_quotes(answer.text, documents) if cite else {}
+    citations = say_quotes(answer.text, documents, say) if cite else {}
     if json:
         print_json(describe(model, session.facts.name, answer, documents, notes) | citations)
     if stats is not None:
@@ -158,9 +158,12 @@ def check_options(
         check_writable(stats)
 
 
-def say_quotes(answer: str, documents: Sequence[Document]) -> dict[str, Any]:
-    """Say on which pages the quotes of an answer stand; the same as a part of a JSON document."""
+def say_quotes(answer: str, documents: Sequence[Document], say: Callable[[str], None]) -> dict[str, Any]:
+    """Note on which pages the quotes of an answer stand; the same as a part of a JSON document. say: gets word of an
+    answer without any."""
     citations = check_quotes(answer, documents)
+    if not citations:
+        say("The answer has no quotes: nothing of it was checked.")
     for citation in citations:
         note(asking.printable(str(citation)))
     return {"citations": [asdict(citation) for citation in citations]}
