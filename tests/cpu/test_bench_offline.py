@@ -178,6 +178,8 @@ def test_settings_that_mean_nothing():
             Settings(**bad)
     with pytest.raises(DoesNotFitError, match="window"):
         measure(facts_of("llama"), CONFIG, Settings(contexts=(8192,)))
+    with pytest.raises(UsageError, match="cuda:99 was asked for"):
+        measure(facts_of("llama"), EngineConfig(device="cuda:99"), Settings())
 
 
 def test_ceilings():

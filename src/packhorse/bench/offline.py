@@ -28,7 +28,7 @@ from packhorse.core.errors import ComputeError, UsageError
 from packhorse.core.types import PAGE_LEN, Request, SamplingParams
 from packhorse.core.units import MIB, round_up
 from packhorse.engine.engine import Engine
-from packhorse.engine.load import DTYPES, Loaded, choose_dtype, load_engine, set_threads
+from packhorse.engine.load import DTYPES, Loaded, check_device, choose_dtype, load_engine, set_threads
 from packhorse.engine.schedule import Sequence as LiveSequence
 from packhorse.engine.schedule import SequenceState
 from packhorse.engine.size import check_window
@@ -118,6 +118,7 @@ def measure_ceilings(facts: ModelFacts, config: EngineConfig) -> Rates:
     """Bytes a second that plain reads reach: `vram` or `memory`, `host` (pinned, by kernels), copies, `disk` (of the
     model's own files); operations a second of dense products: `products`."""
     hardware = probe()
+    check_device(config)
     if config.as_arch is not None:
         use_arch(config.as_arch)
     device, dtype = torch.device(config.device), DTYPES[choose_dtype(config, hardware)[0]]
