@@ -193,12 +193,20 @@ def test_the_reading_kernel_compiles(arch):
     machine_code.check(READ, arch)
 
 
-def test_expert_counts(monkeypatch):
+def test_expert_counts():
+    """Of routed experts alone: the kernels count a shared one, of 100 bytes here, in each layer and step."""
     counters = torch.tensor([80, 8000, 0, 2000, 500])
-    model = SimpleNamespace(facts=SimpleNamespace(moe_layers=(True,)))
-    engine = SimpleNamespace(runner=SimpleNamespace(graphs=SimpleNamespace(counters=counters), model=model))
-    assert offline.expert_counts(engine) == {"used": 80, "bytes": 8000, "host_bytes": 2000, "kept_bytes": 500}
-    model.facts.moe_layers = (False,)
+    layout = SimpleNamespace(layers=(0, 1), block_bytes=100)
+    model = SimpleNamespace(facts=SimpleNamespace(moe_layers=(True, True)), experts=None)
+    graphs = SimpleNamespace(counters=counters, num_steps=5)
+    engine = SimpleNamespace(runner=SimpleNamespace(graphs=graphs, model=model))
+    want = {"used": 80, "bytes": 8000, "host_bytes": 2000, "kept_bytes": 500}
+    assert offline.expert_counts(engine) == want
+    model.experts = SimpleNamespace(layout=layout, shared=None)
+    assert offline.expert_counts(engine) == want
+    model.experts.shared = torch.zeros(2, 100)
+    assert offline.expert_counts(engine) == want | {"used": 70, "bytes": 7000}
+    model.facts.moe_layers = (False, False)
     assert offline.expert_counts(engine) is None
 
 

@@ -189,13 +189,17 @@ def memory(loaded: Loaded, config: EngineConfig) -> dict[str, int | None]:
 
 
 def expert_counts(engine: Engine) -> dict[str, int] | None:
-    """What the kernels of captured steps counted since loading: `used` experts, each once a layer and step, `bytes`
-    read of them, `host_bytes` of these from host memory, `kept_bytes` of these kept in the card's. None where steps
-    are not captured or the model has no experts."""
-    graphs = engine.runner.graphs
-    if graphs is None or not any(engine.runner.model.facts.moe_layers):
+    """What the kernels of captured steps counted of routed experts since loading: `used`, each once a layer and step,
+    `bytes` read of them, `host_bytes` of these from host memory, `kept_bytes` of these kept in the card's. None where
+    steps are not captured or the model has no experts."""
+    graphs, model = engine.runner.graphs, engine.runner.model
+    if graphs is None or not any(model.facts.moe_layers):
         return None
     used, read, _, host, kept = graphs.counters.tolist()
+    if model.experts is not None and model.experts.shared is not None:
+        # The kernels count the shared expert too, which every step reads in every layer: it is no routed one.
+        shared = graphs.num_steps * len(model.experts.layout.layers)
+        used, read = used - shared, read - shared * model.experts.layout.block_bytes
     return {"used": used, "bytes": read, "host_bytes": host, "kept_bytes": kept}
 
 
