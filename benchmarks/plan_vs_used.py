@@ -332,7 +332,6 @@ def print_table(table: list[dict[str, Any]]) -> None:
         sizes = " | ".join(f"{row[name + '_bytes'] / MIB:.0f}" for name in ("engine", "plan", "used"))
         hits = "" if row["hit_rate"] is None else f"{row['hit_rate']:.3f}"
         off = {name: f"{row[name + '_off']:+.1%}" for name in ("bytes", "plan", "step", "prefill")}
-        off = {name: f"{row[name + '_off']:+.1%}" for name in ("bytes", "plan", "step", "prefill")}
         print(
             f"| {mark} | {row['load']} | {sizes} | {off['bytes']} | {off['plan']} | {1e3 * row['step_s']:.3f} "
             f"| {off['step']} | {row['prefill_s']:.3f} | {off['prefill']} | {hits} |"
