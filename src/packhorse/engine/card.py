@@ -56,8 +56,8 @@ class CardMemory:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / self.total), self.device)
 
     def hold(self, free_bytes: int) -> None:
-        """Have the allocator hold free memory for what requests take and give back: half of SLACK_BYTES in small blocks,
-        and as much as there is of `free_bytes` in one, so that what it holds does not grow later."""
+        """Have the allocator hold free memory for what requests take and give back: half of SLACK_BYTES in small
+        blocks, and as much as there is of `free_bytes` in one, so that what it holds does not grow later."""
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         small = [
             torch.empty(_SMALL, dtype=torch.uint8, device=self.device)
