@@ -113,5 +113,22 @@ def test_cache_why_names_the_cause(tmp_path, capsys):
         (tmp_path / name).write_text(body)
         assert cli.run(["cache", "why", model, "--request", str(tmp_path / name), "--store", str(store)]) == 2
         assert "is no chat request" in capsys.readouterr().err
+    hut = tmp_path / "hut.txt"
+    hut.write_text("The hut has nine mules and one warden. " * 12)
+    assert cli.run(["ask", model, *FIXED, "--store", str(store), "--document", str(hut), "How many?"]) == 0
+    capsys.readouterr()
+    [document] = cache(capsys, "ls", "--store", store)["documents"]
+    for name, code in ((document["id"], 0), ("doc-0", 2)):
+        part = {"type": "file", "file": {"file_id": name}}
+        asked = [part, {"type": "text", "text": "Answer this question from the document above: How many?"}]
+        request.write_text(json.dumps({"messages": [{"role": "user", "content": asked}]}))
+        args = ["cache", "why", model, "--request", str(request), "--store", str(store), "--json"]
+        assert cli.run(args) == code
+        told = json.loads(capsys.readouterr().out)
+        if code:
+            assert "has no document 'doc-0'" in told["error"]["reason"]
+        else:
+            assert told["reason"] == "all that is stored agrees" and told["label"] == "hut.txt"
+            assert (told["for_a_key"], told["kv"]) == (False, "fp32")
     assert cli.run(["cache", "ls", "--request", str(request), "--store", str(store)]) == 2
     assert "for cache why alone" in capsys.readouterr().err

@@ -23,10 +23,10 @@ from packhorse.cli.common import (
 from packhorse.core.errors import CorruptFileError, PackhorseError, UsageError
 from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
-from packhorse.store.documents import find_document
+from packhorse.store.documents import find_document, root_of
 from packhorse.store.durable import DurableStore, Prefix, wipe
 from packhorse.store.export import export_prefix, import_prefix
-from packhorse.text.documents import compose
+from packhorse.text.documents import Document, compose
 from packhorse.text.template import ChatTemplate, mark_positions
 from packhorse.text.tokenizer import Tokenizer
 from packhorse.text.volatile import find_volatile, volatile_kind
@@ -125,7 +125,7 @@ def command(
         try:
             if action is Action.WHY:
                 if request is not None:
-                    chat = read_request(request)
+                    chat = read_request(opened, request)
                 else:
                     prompt = compose(asking.read_documents(document or [], note), given[1])
                     chat = {"messages": [{"role": "user", "content": prompt.parts}]}
@@ -206,7 +206,7 @@ def find_prefix(store: DurableStore, name: str) -> Prefix:
 
 def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
     """A prefix as a JSON-ready document. bytes: of all that it needs, shared or not. stored_tokens: of its tokens
-    those whose pages are still there."""
+    those whose pages are still there. for_a_key: it is a server's, read for a bearer key."""
     records = store.records_of(prefix)
     page_bytes = store.page_bytes(prefix.model)
     whole = len(prefix.tokens) // page_bytes * page_bytes // 4  # what pages hold
@@ -218,6 +218,7 @@ def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
         "stored_tokens": min(whole, max((r.stop for r in records), default=0)),
         "bytes": sum(r.num_bytes for r in records),
         "pinned": bool(prefix.pinned),
+        "for_a_key": prefix.root != root_of(store, prefix.model, ""),
         "asked": prefix.hits + 1,
         "last_used": time.strftime("%Y-%m-%d %H:%M", time.localtime(prefix.used)),
     }
@@ -239,17 +240,29 @@ def shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:half]} [...] {text[-half:]}"
 
 
-def read_request(file: Path) -> dict[str, Any]:
-    """Messages and tools of a chat request's body. Raises UsageError where the file holds none."""
+def read_request(store: DurableStore, file: Path) -> dict[str, Any]:
+    """Messages and tools of a chat request's body, with documents of the store where they are named, whoever's they
+    are. Raises UsageError where the file holds none."""
+    from packhorse.engine.documents import as_text
+    from packhorse.server.attach import attach
     from packhorse.server.errors import ApiError
-    from packhorse.server.prompt import plain_message
+    from packhorse.server.prompt import ask_for_quotes, plain_message
     from packhorse.server.schema import TokenizeRequest, validate
+
+    def find(name: str) -> Document:
+        found = find_document(store, None, name)
+        if found is None:
+            raise UsageError(f"{store.folder} has no document {name!r}.", hint="See `packhorse cache ls`.")
+        return as_text(found)
 
     try:
         body = loads(file.read_bytes())
         asked, _ = validate(TokenizeRequest, {name: body.get(name) for name in ("messages", "tools")})
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-        return {"messages": [plain_message(m) for m in asked.messages or ()], "tools": tools or None}
+        messages, _, cite = attach([plain_message(m) for m in asked.messages or ()], find)
+        if cite or body.get("citations"):
+            ask_for_quotes(messages)
+        return {"messages": messages, "tools": tools or None}
     except (OSError, ValueError, AttributeError, ApiError) as error:
         raise UsageError(
             f"{file} is no chat request: {getattr(error, 'message', error)}", hint="Give its body as JSON."
@@ -257,7 +270,8 @@ def read_request(file: Path) -> dict[str, Any]:
 
 
 def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]:
-    """The stored prefix that a chat goes furthest with, and where and how they part. chat: messages and tools."""
+    """The stored prefix that a chat goes furthest with, whoever's it is and however it was computed, and where and
+    how they part. chat: messages and tools."""
     facts = read_model(path)
     tokenizer = Tokenizer.load(facts)
     template = ChatTemplate.load(facts, tokenizer, None)
@@ -285,8 +299,10 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
     def text(tokens: Any) -> str:
         return tokenizer.decode(list(tokens), skip_special=False)
 
+    about = store.models()[prefix.model]
     return {
         **describe(store, prefix),
+        **{name: about[name] for name in ("computes_in", "kv")},
         "tokens": len(ids),
         "agreed_tokens": length,
         "position": position,

@@ -84,7 +84,7 @@ class Preparer:
                 "citations", "citations: true needs a document.", "Give one as a part of a message."
             )
         if cited:
-            _ask_for_quotes(plain)
+            ask_for_quotes(plain)
         try:
             messages, folded = fold(template, plain, options)
             ids, marks = self._encode(template, messages, options)
@@ -392,7 +392,7 @@ def fold(
     return [m for i, m in enumerate(folded) if i not in late], late
 
 
-def _ask_for_quotes(messages: list[dict[str, Any]]) -> None:
+def ask_for_quotes(messages: list[dict[str, Any]]) -> None:
     """Have the last user message ask for quotes."""
     for message in reversed(messages):
         if message["role"] == "user":
