@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from packhorse.bench.card import READ
 from packhorse.bench.offline import Settings, measure
 from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import ComputeError, CorruptFileError, DoesNotFitError, UsageError
+from packhorse.core.errors import ComputeError, CorruptFileError, DoesNotFitError, RefusedError, UsageError
 from packhorse.core.units import MIB
 from packhorse.engine import engine as engine_module
 from packhorse.engine.engine import Engine
@@ -180,6 +181,8 @@ def test_settings_that_mean_nothing():
         measure(facts_of("llama"), CONFIG, Settings(contexts=(8192,)))
     with pytest.raises(UsageError, match="cuda:99 was asked for"):
         measure(facts_of("llama"), EngineConfig(device="cuda:99"), Settings())
+    with pytest.raises(RefusedError, match="no weights"):
+        measure(replace(facts_of("llama"), container="config"), CONFIG, Settings())
 
 
 def test_ceilings():
@@ -278,9 +281,11 @@ def test_which_runs_are_compared(tmp_path):
     with pytest.raises(UsageError, match="no two runs"):
         history.choose(tmp_path / "empty", None, None)
     with (tmp_path / history.FILE).open("a") as out:
-        out.write('{"version": 1}\n')
+        out.write('{"version": 1}')
     with pytest.raises(CorruptFileError, match="line 5"):
         history.choose(tmp_path, None, None)
+    assert history.append(tmp_path, run_document(6, 0)) == 6
+    assert len((tmp_path / history.FILE).read_text().splitlines()) == 6
 
 
 def test_command(tmp_path, capsys):

@@ -38,10 +38,11 @@ class Difference(NamedTuple):
 def append(folder: Path, document: dict[str, Any]) -> int:
     """Keep a run; its number."""
     folder.mkdir(parents=True, exist_ok=True)
-    number = len(runs(folder)) + 1
-    with (folder / FILE).open("a") as file:
-        file.write(json.dumps(document, default=str) + "\n")
-    return number
+    path = folder / FILE
+    before = path.read_text() if path.is_file() else ""  # as it is: a damaged line must not cost the new one
+    with path.open("a") as file:
+        file.write("\n" * (before[-1:] not in ("", "\n")) + json.dumps(document, default=str) + "\n")
+    return len(before.splitlines()) + 1
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:

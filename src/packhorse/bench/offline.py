@@ -36,6 +36,7 @@ from packhorse.facts.hardware import probe
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.recipes import Recipe
 from packhorse.kernels.cuda.launch import use_arch
+from packhorse.models.checkpoint import open_checkpoint
 from packhorse.plan import account
 from packhorse.plan.place import Footprint
 from packhorse.plan.predict import dense_bytes, prefill_flops, touched_share
@@ -99,13 +100,14 @@ def measure(
 
     Raises what loading raises, DoesNotFitError for contexts that do not fit among it.
     """
+    open_checkpoint(facts)  # what cannot be loaded is refused before anything is measured
+    configs = [_config(facts, config, settings, vram) for vram in settings.vram]
     ceilings = measure_ceilings(facts, config)
     rates = [f"{name} {rate / 1e9:.2f}" for name, rate in ceilings.items() if name != "products"]
     say(f"ceilings: {', '.join(rates)} GB/s, products {ceilings['products'] / 1e12:.3g} TFLOP/s")
     loads = []
-    for vram in settings.vram:
-        loads.append(_measure_load(facts, _config(facts, config, settings, vram), settings, ceilings, say))
-        loads[-1]["vram"] = vram
+    for sized in configs:
+        loads.append(_measure_load(facts, sized, settings, ceilings, say) | {"vram": sized.vram})
         gc.collect()  # the engine and its pools, before the next one
         if config.device != "cpu":
             torch.cuda.empty_cache()
