@@ -11,6 +11,7 @@ from test_durable_server import KEYS, keyring
 
 import servers
 from packhorse.cli import main as cli
+from packhorse.cli.cache import describe
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import MIB
@@ -154,6 +155,8 @@ def test_documents_belong_to_a_key(tmp_path, shared):
             assert other["id"] != added["id"], "not even the id tells that another has it"
             live_delete(live, other["id"], headers=bearer("bob"))
         assert cached(ask(live, [by_id(added["id"]), question()], headers=bearer("ann"))) > 1400
+        disk = live.service.documents.disk
+        assert {describe(disk, prefix)["for_a_key"] for prefix in disk.prefixes()} == {not shared}
 
 
 def test_short_documents_are_kept_as_text(tmp_path):

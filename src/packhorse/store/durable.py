@@ -695,6 +695,7 @@ class DurableStore:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
+        """The writing connection, for changes that are made together, or not at all where the block raises."""
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             yield self._writer
