@@ -229,6 +229,15 @@ def test_kv_in_host_memory_costs_the_link():
     assert cap.times[EXPECTED].decode_tok_s_start == free.times[EXPECTED].decode_tok_s_start
 
 
+def test_experts_that_host_memory_has_no_room_for_are_not_executable():
+    """The engine streams them from host memory, which holds all of them; it does not read them from a disk."""
+    facts, machine = known_model("qwen3.6-35b-a3b"), read_profile("rtx-2080ti-11g")
+    for ram, on_disk in ((64 * GIB, False), (12 * GIB, True)):
+        plan = solve(facts, machine, Wishes(context=32_768, kv="fp8", ram=ram))
+        assert plan.fits and plan.placement.kept < plan.placement.num_units
+        assert ("experts on disk" in plan.unbuilt) == on_disk == (plan.placement.in_host < 10_240)
+
+
 def test_bands_are_in_order():
     rng = random.Random(5)
     for _ in range(500):

@@ -265,8 +265,10 @@ def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
         found.append(f"{footprint.num_cards} cards")
     if footprint.recipe.is_packed and not footprint.recipe.from_files:
         found.append(f"the recipe {footprint.recipe.name}")
-    if placement.kept < placement.num_units and footprint.facts.moe is None:
+    if placement.kept < placement.num_units and facts.moe is None:
         found.append(f"{footprint.mover} outside the card")
+    elif placement.kept < placement.num_units and placement.in_host < placement.num_units:
+        found.append("experts on disk")
     if footprint.num_cards and job.host_kv:
         found.append("active KV in host memory")
     if job.draft:
