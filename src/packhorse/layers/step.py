@@ -33,8 +33,8 @@ class StepContext:
     batch: whose rows, see DecodeBatch. slots [S] int32: state slot of each sequence. attention, workspace: the
     attention kernels and their scratch. attended [R, Hq, D], mixed [R, Hv, D]: outputs in the compute type, zeros
     at first, so that rows of nobody stay finite. turns: int32 [S, Hk], zeros, of the delta rule's kernel. counters:
-    int64 [5], see kernels.experts.cuda. experts: where the
-    routed experts are, by MoE layer. cos_sin: of the rows' positions, set when a step begins.
+    int64 [5], see kernels.experts.cuda. experts: where the routed experts are, by MoE layer. cos_sin: of the rows'
+    positions, set when a step begins.
     """
 
     batch: DecodeBatch

@@ -30,7 +30,8 @@ Weight = Tensor | tuple[Piece, ...]
 
 
 class ResidentWeights:
-    """WeightSource of a model that is wholly in memory."""
+    """WeightSource of a model that is wholly in memory. Where its experts are streamed, a layer's stacks of them are
+    fetched as they are asked for (engine.experts), and what is said here is of the rest."""
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         self._layers = layers

@@ -53,7 +53,8 @@ class ExpertFills:
     """How experts read from host memory are kept in the card's as they are read. L layers, S places a layer; all on
     the card.
 
-    home: int64 [L, E], the host copy of each expert, address | 1; 0 where it has none. It never changes.
+    home: int64 [L, E], the host copy of each expert, address | 1; of one that never leaves the card (the shared one)
+    its address there. It never changes.
     spares: int64 [L, S], addresses of slots, on 128-byte lines, that the next misses may be written to.
     filled: int32 [L, S]: -1, the place is free; e: expert e is being or has been written to spares[l, s], and the
     table points there from the layer's next `route` on. A place stays taken until `apply_changes` renews it.
