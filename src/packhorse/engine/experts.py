@@ -22,6 +22,7 @@ from torch import Tensor
 
 from packhorse.engine.size import SPARES
 from packhorse.kernels.experts.cuda import (
+    MAX_EXPERTS,
     MAX_TOP_K,
     ExpertFills,
     ExpertTable,
@@ -43,7 +44,7 @@ HOST = 1
 def join_shared_experts(model: Model) -> None:
     """Have decode steps treat the shared expert as one more routed one, where it is made as these are."""
     blocks, moe = model.experts, model.facts.moe
-    if blocks is not None and moe is not None and moe.shared_dim:
+    if blocks is not None and moe is not None and moe.shared_dim and moe.num_experts < MAX_EXPERTS:
         layers = [model.weights.layer(index).mlp for index in blocks.layout.layers]
         shared = join_shared(layers, blocks.layout, MAX_TOP_K, moe.top_k)
         model.experts = replace(blocks, shared=shared)
