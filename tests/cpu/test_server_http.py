@@ -430,7 +430,11 @@ def test_an_answer_that_fails_late_is_cut_off(live):
         with pytest.raises(httpx.RemoteProtocolError):
             for part in answer.iter_raw():
                 received += part
-    assert json.loads(received)["error"]["code"] == "step_failed"
+    error = json.loads(received)["error"]
+    assert error["code"] == "step_failed"
+    live.wait(lambda: live.records()[-1]["id"] == error["request_id"])
+    told = live.records()[-1]
+    assert told["code"] == "step_failed" and "disconnected" not in told
 
 
 def test_nan_logits_fail_one_request(live, monkeypatch):

@@ -21,6 +21,7 @@ from packhorse.server.config import ServerConfig
 from packhorse.server.errors import ApiError, to_api_error
 from packhorse.server.gate import Gate
 from packhorse.server.service import Service
+from packhorse.server.stream import BrokenAnswerError
 from packhorse.server.worker import Status
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -157,7 +158,8 @@ def _with_bodies(document: dict[str, Any], service: Service) -> dict[str, Any]:
 def _add_error_handlers(app: FastAPI) -> None:
     async def respond(request: Request, error: Exception) -> Response:
         problem = to_api_error(error)
-        request.state.call.code = problem.code
+        if not isinstance(error, BrokenAnswerError):  # the call knows why that one was cut off
+            request.state.call.code = problem.code
         return problem.response(request.state.call.id)
 
     for kind in (ApiError, PackhorseError, HTTPException, Exception):

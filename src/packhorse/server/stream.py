@@ -71,6 +71,9 @@ class LongResponse(Response):
         finished = False
         try:
             finished = await self._pump(scope, receive, send, gone)
+        except BrokenAnswerError:
+            finished = True  # the client is there: it gets no more
+            raise
         finally:
             gone.cancel()
             self.on_close(not finished, self._error)
