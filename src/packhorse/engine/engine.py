@@ -154,6 +154,10 @@ class Engine:
         if self.store.lower is not None:
             self.store.lower.flush()
 
+    def idle_residuals(self) -> Tensor | None:
+        """The buffer of sweeps, [rows, H] fp32, while nothing is in it: others may have it until a sweep begins."""
+        return None if self.sweeper is None or self.scheduler.sweep is not None else self.sweeper.residuals
+
     def close(self) -> str:
         """`flush`, and let go of the tiers below the device. What is wrong with them, if anything is."""
         self.flush()

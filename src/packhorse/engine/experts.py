@@ -1,18 +1,19 @@
 """Routed experts of a model that has more of them than a card holds.
 
     host, pinned | every expert of every layer                            always valid
-    card         | slots: the experts used last | two buffers of a layer, or more slots
+    card         | slots: the experts used last | two buffers of a layer, working space: or more experts
                  | address of each expert, what may be filled, what a step used
 
 Decode steps follow the addresses, and keep in a slot what they read over the link (fill on read). Prompt chunks read
 a layer's experts from a buffer, into which they are copied while the layer before computes; while no prompt is read,
-the buffers hold experts too. Letters: L layers with experts, E experts, S places a layer that one step may fill.
+the buffers, and what else prompts alone need, hold experts too. Letters: L layers with experts, E experts, S places a
+layer that one step may fill.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse.core.formats import LINE_BYTES
+from packhorse.core.units import MIB
 from packhorse.engine.size import SPARES
 from packhorse.kernels.experts.cuda import (
     MAX_EXPERTS,
@@ -36,7 +39,10 @@ from packhorse.store.arena import PagedArena, PinnedArena
 from packhorse.store.experts import ExpertCache, Ints, LateUpdates
 
 QUIET_STEPS = 16
-"""Decode steps without a prompt chunk after which the layer buffers are filled with experts."""
+"""Decode steps without a prompt chunk after which the memory that prompts need is filled with experts."""
+KEPT_FREE = 128 * MIB
+"""Of what the allocator holds free, what is left to decode steps."""
+_PIECE = 64 * MIB
 HOST = 1
 """Bit of an address that says that it is of host memory."""
 
@@ -79,7 +85,7 @@ class StreamedExperts:
         places = self.slots.data_ptr(), layout.block_bytes
         self._updates = _Updates(self.table, self.cache, *places, self.counters)
         self._buffers = _LayerBuffers(blocks, arena, device)
-        self._guests = _Guests(self.table, self.cache, self._buffers)
+        self._guests = _Guests(self.table, self.cache, self._buffers, layout.block_bytes)
         self._quiet = 0
         for layer, expert in resident.nonzero().tolist():
             self._buffers.fetch_expert(layer, expert, self.slots[int(self.cache.slots[layer, expert])])
@@ -129,9 +135,17 @@ class StreamedExperts:
     def stage(self, number: int) -> tuple[PackedTensor, PackedTensor]:
         """gate_up and down of the `number`-th layer with experts, on the card: valid until the next but one layer is
         staged. The next layer is on its way after."""
+        self.make_room()
+        return self._buffers.stage(number)
+
+    def lend(self, region: Callable[[], Tensor | None]) -> None:
+        """Memory on the card that experts may have between prompts: contiguous, or None while it is in use."""
+        self._guests.regions.append(region)
+
+    def make_room(self) -> None:
+        """Prompt rows are about to be computed: what was lent for experts is free again, in the stream's order."""
         self._quiet = 0
         self._guests.leave()
-        return self._buffers.stage(number)
 
     def few(self, number: int, ids: Tensor) -> ExpertTable:
         """A table of that layer alone, as it is now, for calls that keep nothing, whatever experts they need."""
@@ -265,23 +279,40 @@ class _Updates:
 
 
 class _Guests:
-    """Experts in the layer buffers, while these are not needed: they come by copies and leave at once."""
+    """Experts in memory that prompts need, while none is read: the layer buffers, lent regions, and what the allocator
+    holds free. They come by copies and leave at once."""
 
-    def __init__(self, table: ExpertTable, cache: ExpertCache, buffers: _LayerBuffers) -> None:
+    def __init__(
+        self, table: ExpertTable, cache: ExpertCache, buffers: _LayerBuffers, block_bytes: int
+    ) -> None:
         assert table.fills is not None
         self._address, self._home = table.address.view(-1), table.fills.home.view(-1)
-        self._row_len = table.address.shape[1]
+        self._row_len, self._block_bytes = table.address.shape[1], block_bytes
         self._cache, self._buffers = cache, buffers
+        self.regions: list[Callable[[], Tensor | None]] = []
+        self._free: list[Tensor] = []
         self._coming: tuple[Ints, Ints] | None = None
         self._here: Tensor | None = None
         self._arrived = torch.cuda.Event()
+
+    def _places(self) -> list[Tensor]:
+        """All places for an expert, uint8 [block_bytes] each, on 128-byte lines."""
+        places = self._buffers.blocks()
+        self._free = _free_pieces(self._address.device, max(_PIECE, self._block_bytes + LINE_BYTES))
+        lent = (region() for region in self.regions)
+        for memory in [*self._free, *(region for region in lent if region is not None)]:
+            data = memory.view(-1).view(torch.uint8)
+            data = data[-data.data_ptr() % LINE_BYTES :]
+            count = data.numel() // self._block_bytes
+            places += data[: count * self._block_bytes].view(count, self._block_bytes).unbind()
+        return places
 
     def invite(self, but: Ints) -> None:
         """Begin to copy experts, or, once all are there, show them to the next step."""
         if self._here is not None:
             return
         if self._coming is None:
-            places = self._buffers.blocks()
+            places = self._places()
             guests = self._cache.lend(len(places), but)
             starts = [place.data_ptr() for place in places[: len(guests)]]
             self._coming = guests, np.array(starts, dtype=np.int64)
@@ -303,11 +334,29 @@ class _Guests:
             self._coming = None
 
     def leave(self) -> None:
-        """The buffers are needed: entries point at the host copies again."""
+        """The memory is needed: entries point at the host copies again, and copies on their way end first."""
         if self._here is not None:
             self._address.index_copy_(0, self._here, self._home[self._here])
+        if self._coming is not None:
+            self._arrived.wait()
         self._coming = self._here = None
+        self._free.clear()
         self._cache.lent[:] = False
+
+
+def _free_pieces(device: torch.device, size: int) -> list[Tensor]:
+    """What the allocator holds free beyond KEPT_FREE, in pieces of `size` bytes; it takes no more of the card."""
+    pieces: list[Tensor] = []
+    held = torch.cuda.memory_reserved(device)
+    while held - torch.cuda.memory_allocated(device) >= size + KEPT_FREE:
+        try:
+            pieces.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:  # what is free is in smaller parts, or a graph's own
+            break
+        if torch.cuda.memory_reserved(device) > held:
+            pieces.pop()
+            break
+    return pieces
 
 
 class _LayerBuffers:

@@ -158,6 +158,8 @@ def _assemble(
         sweep_len=sizes.sweep_len,
         max_decode_gap=config.max_decode_gap,
     )
+    if isinstance(experts, StreamedExperts) and engine.sweeper is not None:
+        experts.lend(engine.idle_residuals)
     if card is not None:
         warm_up(engine, config, sizes)
         card.hold(sizes.workspace_bytes)

@@ -69,6 +69,7 @@ class Runner:
                 (w.row for w in part), rows.clone() if len(single) > len(part) else rows, strict=True
             )
         if chunks:
+            self.make_room()
             start = chunks[0].row
             moved = [replace(work, row=work.row - start) for work in chunks]
             num_rows = moved[-1].row + moved[-1].length
@@ -83,6 +84,11 @@ class Runner:
                 logits |= zip((work.row + start for work in ends), rows, strict=True)
         found = [logits[work.row] for work in step.spans if work.samples]
         return torch.stack(found) if found else torch.empty(0, self.model.facts.vocab_size)
+
+    def make_room(self) -> None:
+        """Prompt rows are about to be computed: memory that was lent meanwhile is theirs again."""
+        if self.graphs is not None and self.graphs.streamed is not None:
+            self.graphs.streamed.make_room()
 
     def read_out(self, work: Work, part: Span, x: Tensor, row: int) -> Tensor | None:
         """What is wanted of `part` of a work, whose rows of the last layer's x are those from `row` on: prompt

@@ -1,0 +1,177 @@
+"""Experts in host memory on a card that is played in Python: every address that is followed holds the right bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse.core.formats import PACKED
+from packhorse.engine import experts as module
+from packhorse.engine.experts import HOST, FetchedExperts, StreamedExperts
+from packhorse.kernels.experts.cuda import ExpertTable
+from packhorse.models.experts import ExpertBlocks, ExpertLayout
+from packhorse.quant.packed import aligned_bytes
+
+FORM = PACKED["int4-g32"]
+LAYERS, EXPERTS, TOP_K = 6, 12, 4
+LAYOUT = ExpertLayout(tuple(range(LAYERS)), EXPERTS, FORM, FORM, 64, 64)
+SIZE = LAYOUT.block_bytes
+
+
+class Arena:
+    """Host memory; a copy is a copy at once."""
+
+    def __init__(self) -> None:
+        self.bytes = aligned_bytes(LAYOUT.total_bytes)
+        self.bytes.random_(0, 256, generator=torch.Generator().manual_seed(1))
+
+    def copy_to(self, target: torch.Tensor, start: int) -> None:
+        target.copy_(self.bytes[start : start + target.numel()])
+
+
+@pytest.fixture
+def card(monkeypatch) -> SimpleNamespace:
+    """Streams that are always done, an allocator that holds some memory free, and the kernel of changes."""
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+    done = SimpleNamespace(
+        record=lambda *_: None, wait=lambda *_: None, synchronize=lambda: None, query=lambda: True
+    )
+    held = SimpleNamespace(free=0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 1 << 40)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(module, "apply_changes", apply_changes)
+    monkeypatch.setattr(module, "_PIECE", 3 * SIZE)
+
+    def allocated(*_: object) -> int:
+        held.free -= 3 * SIZE
+        return (1 << 40) - module.KEPT_FREE - held.free
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
+    return held
+
+
+def apply_changes(table: ExpertTable) -> None:
+    fills, flat = table.fills, table.address.view(-1)
+    for layer in range(LAYERS):
+        flip(table, layer)
+    for row in fills.changes.tolist():
+        if row[0] >= 0:
+            flat[row[0]] = fills.home.view(-1)[row[0]]
+    for row in fills.changes.tolist():
+        if row[1] >= 0:
+            fills.spares.view(-1)[row[1]] = row[2]
+            fills.filled.view(-1)[row[1]] = -1
+    fills.changes.fill_(-1)
+
+
+def flip(table: ExpertTable, layer: int) -> None:
+    """Experts that were kept are found where they are from now on."""
+    for place, expert in enumerate(table.fills.filled[layer].tolist()):
+        if expert >= 0:
+            table.address[layer, expert] = table.fills.spares[layer, place]
+
+
+def step_layer(table: ExpertTable, layer: int, chosen: list[int], arena: Arena) -> int:
+    """Reads the chosen experts and keeps misses while there are places; bytes read from host memory."""
+    fills, missed = table.fills, 0
+    flip(table, layer)
+    fills.used[layer] = -1
+    fills.used[layer, : len(chosen)] = torch.tensor(chosen)
+    for expert in chosen:
+        address = int(table.address[layer, expert])
+        assert ctypes.string_at(address & ~HOST, SIZE) == expert_bytes(arena, layer, expert)
+        if address & HOST:
+            missed += 1
+            free = (fills.filled[layer] == -1).nonzero().flatten().tolist()
+            if free:
+                ctypes.memmove(int(fills.spares[layer, free[0]]), address & ~HOST, SIZE)
+                fills.filled[layer, free[0]] = expert
+    return missed
+
+
+def expert_bytes(arena: Arena, layer: int, expert: int) -> bytes:
+    start = (layer * EXPERTS + expert) * SIZE
+    return arena.bytes[start : start + SIZE].numpy().tobytes()
+
+
+def model_of(arena: Arena) -> SimpleNamespace:
+    layers = [SimpleNamespace(mlp=SimpleNamespace(experts=None)) for _ in range(LAYERS)]
+    weights = SimpleNamespace(layer=lambda index: layers[index])
+    return SimpleNamespace(experts=ExpertBlocks(LAYOUT, arena.bytes), device="cpu", weights=weights)
+
+
+def chosen_experts(rng: np.random.Generator) -> list[int]:
+    wanted = 1 / np.arange(1, EXPERTS + 1)
+    return sorted(rng.choice(EXPERTS, size=TOP_K, replace=False, p=wanted / wanted.sum()).tolist())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
+def test_every_address_holds_its_expert(share, card):
+    """Random steps with prompts between: slots are overwritten as soon as their expert has left, buffers and lent
+    memory as soon as a prompt needs them."""
+    rng, arena = np.random.default_rng(2), Arena()
+    model = model_of(arena)
+    experts = StreamedExperts(model, arena, int(share * LAYERS * EXPERTS) + LAYERS * module.SPARES)
+    lent = torch.zeros(2 * SIZE + 200, dtype=torch.uint8).float()
+    in_use = [False]
+    experts.lend(lambda: None if in_use[0] else lent)
+    missed = {True: 0, False: 0}
+    most = 0
+    for step in range(400):
+        card.free = 6 * SIZE
+        if step % 90 == 89:
+            in_use[0] = step % 180 == 89
+            experts.make_room()
+            lent.fill_(float("nan"))
+            for number in range(LAYERS):
+                stacks = experts.stage(number)
+                start = number * LAYOUT.layer_bytes
+                for got, want in zip(
+                    stacks, LAYOUT.stacks(arena.bytes[start:][: LAYOUT.layer_bytes]), strict=True
+                ):
+                    assert torch.equal(got.data, want.data)
+        experts.begin_step()
+        rows = experts._updates._rows
+        for address in rows[rows[:, 1] >= 0, 2].tolist():
+            ctypes.memset(address, 0xFF, SIZE)
+        experts.in_step()
+        here = bool(experts.cache.lent.any()) and experts._guests._here is not None
+        for layer in range(LAYERS):
+            missed[here] += step_layer(experts.table, layer, chosen_experts(rng), arena)
+        experts.end_step()
+        experts.after_step()
+        most = max(most, int(experts.cache.lent.sum()))
+        few = experts.few(step % LAYERS, torch.tensor([0]))
+        for expert in range(EXPERTS):
+            address = int(few.address[0, expert])
+            assert ctypes.string_at(address, SIZE) == expert_bytes(arena, step % LAYERS, expert)
+    if share < 1:
+        assert experts.cache.stats.fills > 30 and missed[False] > 0
+        # Two buffers, what was lent and what the allocator held free all had guests.
+        assert most > 2 * EXPERTS
+    else:
+        assert missed == {True: 0, False: 0}
+
+
+@pytest.mark.parametrize("num_slots", [2, 5, 60])
+def test_fetched_experts_are_those_that_were_asked_for(num_slots, card):
+    """Where the card reads no host memory: more wanted than slots come as a whole layer, others one by one."""
+    rng, arena = np.random.default_rng(3), Arena()
+    model = model_of(arena)
+    experts = FetchedExperts(model, arena, num_slots)
+    for step in range(200):
+        layer, ids = step % LAYERS, chosen_experts(rng)
+        table = model.weights.layer(layer).mlp.experts.few(torch.tensor([ids]))
+        for expert in ids:
+            assert ctypes.string_at(int(table.address[0, expert]), SIZE) == expert_bytes(arena, layer, expert)
+    assert (experts.hits > 0) == (num_slots == 60)
+    assert experts.hits + experts.misses == (0 if num_slots == 2 else 200 * TOP_K)
