@@ -209,6 +209,7 @@ def test_ask_keeps_its_document(tmp_path, capsys, hut):
     assert cache(capsys, "pin", document["id"], "--store", store)["pinned"] is True
     assert ask(store, hut, "Who is the warden of it?") == 0
     assert figures(capsys)[1] > 900
+    assert cache(capsys, "show", document["id"], "--store", store)["pinned"] is True, "a question is no unpin"
     assert cache(capsys, "rm", document["id"], "--store", store)["freed_bytes"] > 0
     assert cache(capsys, "ls", "--store", store)["documents"] == []
     assert ask(store, hut, QUESTION) == 0

@@ -69,9 +69,11 @@ def keep(
     tenant: str = "",
     pinned: bool = False,
     lifetime: float | None = None,
+    renew: bool = True,
 ) -> Future[StoredDocument]:
     """Have a document noted on disk, after what has been read until now. From the engine's thread; needs a disk
-    store. The future raises what `check_written` and `add_document` raise. lifetime: seconds, None for ever."""
+    store. The future raises what `check_written` and `add_document` raise. pinned, lifetime, renew: as in
+    NewDocument."""
     lower = engine.store.lower
     assert lower is not None and lower.disk is not None
     new = NewDocument(
@@ -83,6 +85,7 @@ def keep(
         tokens=encode_tokens(reading.token_ids[: reading.length]),
         pinned=pinned,
         lifetime=lifetime,
+        renew=renew,
     )
     return lower.after_writing(partial(_note, engine.store, lower, new))
 

@@ -166,9 +166,10 @@ class Session:
         return self.engine.window
 
     def keep_document(self, document: Document) -> Future[StoredDocument]:
-        """Have a document that an answer has just read kept by name; needs a disk store. See documents.keep."""
+        """Have a document that an answer has just read kept by name; needs a disk store. One that is there keeps its
+        pin and expiry. See documents.keep."""
         reading = documents.read_as_prompt(document, self.tokenizer, self.template, self._options)
-        return documents.keep(self.engine, document, reading)
+        return documents.keep(self.engine, document, reading, renew=False)
 
     def flush(self) -> None:
         """Wait until what is to be kept for later processes is on disk."""

@@ -32,7 +32,8 @@ PageMap = tuple[tuple[int, int, int], ...]
 @dataclass(frozen=True)
 class NewDocument:
     """A document that has been read. root: where its chain begins (`root_of`). tokens: encoded, those of a prompt
-    up to the document's end. lifetime: seconds, None for ever. owner: see `owner_of`."""
+    up to the document's end. lifetime: seconds, None for ever. owner: see `owner_of`. renew: one that is there gets
+    this pin and lifetime; False leaves it its own."""
 
     root: bytes
     owner: bytes
@@ -42,6 +43,7 @@ class NewDocument:
     tokens: bytes
     pinned: bool = False
     lifetime: float | None = None
+    renew: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def root_of(disk: DurableStore, model: int, tenant: str) -> bytes:
 def add_document(disk: DurableStore, model: int, new: NewDocument) -> StoredDocument:
     """Note a document whose pages are written, or have failed to be. Of the writing half of the store.
 
-    One that is there already gets the new name, pin and lifetime. Raises DoesNotFitError where its text and
-    tokens, or those of all that is pinned with it, are more than the index may hold.
+    One that is there already gets the new name, and as `renew` says pin and lifetime. Raises DoesNotFitError where
+    its text and tokens, or those of all that is pinned with it, are more than the index may hold.
     """
     key = _key(disk, model, new)
     name = f"doc-{key[:_ID_BYTES].hex()}"
@@ -96,7 +98,9 @@ def add_document(disk: DurableStore, model: int, new: NewDocument) -> StoredDocu
         write.execute(
             "INSERT INTO prefixes (model, root, key, tokens, label, created, used, lifetime, hits)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET label = excluded.label,"
-            " created = excluded.created, used = excluded.used, lifetime = excluded.lifetime",
+            " used = excluded.used"
+            + ", created = excluded.created, lifetime = excluded.lifetime"
+            * new.renew,
             prefix,
         )
         write.execute(
@@ -107,8 +111,9 @@ def add_document(disk: DurableStore, model: int, new: NewDocument) -> StoredDocu
         _check_share(write, name, disk.quota, new.pinned)
         disk.trim_prefixes(write)
     [noted] = disk.prefixes("key = ?", (key,))
-    if new.pinned or noted.pinned:
-        disk.set_pinned(noted, new.pinned)
+    pinned = new.pinned if new.renew else bool(noted.pinned)
+    if pinned or noted.pinned:
+        disk.set_pinned(noted, pinned)
     found = find_document(disk, new.owner, name)
     assert found is not None
     return found

@@ -191,7 +191,8 @@ def _take(
         pages = tuple((number, start, end) for number, start, end in contents["pages"])
         expires = contents["expires"]
         lifetime = None if expires is None else max(0.0, expires - disk.files.now())
-        new = NewDocument(root, owner, contents["label"], contents["text"], pages, tokens, lifetime=lifetime)
+        label, text = contents["label"], contents["text"]
+        new = NewDocument(root, owner, label, text, pages, tokens, lifetime=lifetime, renew=False)
         name = add_document(disk, model, new).id
     else:
         disk.note_prefix(model, root, chain.keys[-1], tokens, contents["label"])
