@@ -280,6 +280,9 @@ def test_which_runs_are_compared(tmp_path):
             history.choose(tmp_path, *names)
     with pytest.raises(UsageError, match="no two runs"):
         history.choose(tmp_path / "empty", None, None)
+    file.write_bytes(b"\xd4\x00")
+    with pytest.raises(CorruptFileError, match="is no run"):
+        history.choose(tmp_path, str(file), "1")
     with (tmp_path / history.FILE).open("a") as out:
         out.write('{"version": 1}')
     with pytest.raises(CorruptFileError, match="line 5"):

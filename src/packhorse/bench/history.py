@@ -52,7 +52,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     return [_parse(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
         if {"version", "model", "settings", "loads"} <= document.keys():
@@ -84,7 +84,7 @@ def _find(kept: list[dict[str, Any]], name: str) -> dict[str, Any]:
         return kept[int(name) - 1]
     if not Path(name).is_file():
         raise UsageError(f"There is no run and no file {name!r}.", hint=f"Runs are 1 to {len(kept)}.")
-    return _parse(Path(name).read_text(), name)
+    return _parse(Path(name).read_bytes(), name)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
