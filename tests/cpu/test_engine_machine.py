@@ -5,6 +5,7 @@ batched with it, cancelled beside it, reused by it or evicted under it.
 """
 
 from functools import cache
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -15,8 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import oracle
 from engines import ask, make_engine, tiny_model
+from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CancelledRequestError, ComputeError, PromptTooLongError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams
+from packhorse.engine.engine import Engine
+from packhorse.engine.load import warm_up
 from packhorse.engine.schedule import Step, Sweep
 
 PAGE, NUM_PAGES, WINDOW = 64, 9, 400
@@ -192,3 +196,18 @@ def test_random_requests(family, examples):
 @pytest.mark.parametrize("family", oracle.FAMILIES)
 def test_many_random_requests(family):
     drive(EngineMachine, family, 200, steps=50, derandomize=False)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_warming_up_runs_each_kind_of_shape(sequences, monkeypatch):
+    """Also with one sequence at once: kernels for few rows are not left to the first short prompt."""
+    engine = make_engine(tiny_model("qwen3_5_moe", True), chunk_len=64, sequences=sequences)
+    steps = []
+    true_run = Engine._run_step
+    monkeypatch.setattr(Engine, "_run_step", lambda self, step: (steps.append(step), true_run(self, step))[1])
+    warm_up(engine, EngineConfig(chunk_len=64), SimpleNamespace(context=400))
+    lengths = [tuple(span.length for span in step.spans) for step in steps]
+    assert lengths[0] == (8,) and {8, 16, 64, 1} <= {length for each in lengths for length in each}
+    assert ((1, 64) in lengths) == (sequences == 2)
+    assert max(span.end for step in steps for span in step.spans) == 391 + 7 and not engine.has_work
+    assert not engine.store.stats.entries

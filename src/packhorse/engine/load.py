@@ -32,6 +32,7 @@ from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.nvml import driver_of
 from packhorse.kernels.cuda.launch import card_arch, use_arch
+from packhorse.kernels.dispatch import FEW_TOKENS
 from packhorse.layers.step import misfit
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.experts import ExpertLayout
@@ -210,18 +211,19 @@ def _planned(sizes: Sizes, store: KVStore, disk: DurableStore | None, card: Card
 
 
 def warm_up(engine: Engine, config: EngineConfig, sizes: Sizes) -> None:
-    """Run the largest shapes once, so that all that is ever loaded or taken of a card is there before requests come: a
-    prompt longer than attention reads at once beside another that is answered."""
+    """Run every kind of shape once, the largest among them, so that all that is ever compiled, loaded or taken of a
+    card is there before requests come: prompts for which there are kernels of their own, of 8 and of 16 tokens, and,
+    beside an answer where sequences allow it, one that is longer than attention reads at once."""
     vocab_size = engine.runner.model.facts.vocab_size
     length = max(1, min(sizes.context - 9, SEGMENT_LEN + config.chunk_len))
-    lengths = [min(16, length), length][-config.sequences :]
-    for name, num in enumerate(lengths):
-        ids = tuple(token % vocab_size for token in range(num))
-        engine.add(Request(f"warm-up {name}", ids, SamplingParams(max_tokens=8), store=False))
-    while engine.has_work:
-        for event in engine.step():
-            if event.error is not None:
-                raise event.error
+    for lengths in ((min(8, length),), (min(FEW_TOKENS, length), length)):
+        for name, num in enumerate(lengths):
+            ids = tuple(token % vocab_size for token in range(num))
+            engine.add(Request(f"warm-up {name}", ids, SamplingParams(max_tokens=8), store=False))
+        while engine.has_work:
+            for event in engine.step():
+                if event.error is not None:
+                    raise event.error
 
 
 def place_experts(
