@@ -161,6 +161,8 @@ def test_cache(tmp_path, capsys, hut):
     next((store / "models").glob("*/*")).write_bytes(b"x")
     assert cli.run(["cache", "verify", "--store", str(store)]) == 4
     assert "1 files" in capsys.readouterr().err
+    assert cli.run(["cache", "verify", "--store", str(store), "--json"]) == 4
+    assert list(json.loads(capsys.readouterr().out)["damaged"].values()) == ["size"]
     assert cache(capsys, "wipe", "--store", store) == {"deleted": str(store)}
     assert not store.exists()
 

@@ -144,11 +144,10 @@ def command(
         print_json(found)
     else:
         show(found)
-    if damaged := found.get("damaged"):
-        raise CorruptFileError(
-            f"{len(damaged)} files of {store} are damaged: {', '.join(damaged)}.",
-            hint="They are passed over and replaced when their text is read again.",
-        )
+    if damaged := found.get("damaged"):  # not raised: with --json that would print a second document
+        note(f"Error: {len(damaged)} files of {store} are damaged: {', '.join(damaged)}.")
+        note("They are passed over and replaced when their text is read again.")
+        raise typer.Exit(CorruptFileError.exit_code)
 
 
 def act(store: DurableStore, action: Action, given: list[str]) -> dict[str, Any]:
