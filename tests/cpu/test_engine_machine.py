@@ -211,3 +211,15 @@ def test_warming_up_runs_each_kind_of_shape(sequences, monkeypatch):
     assert ((1, 64) in lengths) == (sequences == 2)
     assert max(span.end for step in steps for span in step.spans) == 391 + 7 and not engine.has_work
     assert not engine.store.stats.entries
+
+
+def test_room_is_made_before_the_store_brings_anything_back(monkeypatch):
+    engine = make_engine(tiny_model("qwen3", True))
+    calls = []
+    true_open = engine.store.open
+    monkeypatch.setattr(engine.runner, "make_room", lambda: calls.append("room"))
+    monkeypatch.setattr(
+        engine.store, "open", lambda *args, **more: (calls.append("open"), true_open(*args, **more))[1]
+    )
+    ask(engine, STREAMS[0][:100], max_tokens=2)
+    assert calls[:2] == ["room", "open"]

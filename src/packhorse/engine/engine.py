@@ -213,6 +213,8 @@ class Engine:
         return self._end(sequence, self._outputs[request_id].end(FinishReason.CANCELLED), error)
 
     def _open(self, request: Request) -> StoredSequence | None:
+        # What the store brings back passes through working memory, as the rows that follow do.
+        self.runner.make_room()
         max_len = len(request.token_ids) + request.sampling.max_tokens
         return self.store.open(
             request.token_ids,
