@@ -114,7 +114,7 @@ def check_table(experts: StreamedExperts) -> int:
     fills, size = experts.table.fills, experts.blocks.layout.block_bytes
     assert fills is not None
     address = experts.table.address.cpu().numpy()
-    regions = [experts.slots.view(-1), *experts._buffers._memory]
+    regions = [experts.slots.view(-1), *experts._buffers._memory, *experts._guests._free]
     seen = 0
     for layer, expert in np.ndindex(len(address), experts.cache.num_experts):
         start = (layer * experts.cache.num_experts + expert) * size
