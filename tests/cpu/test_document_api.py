@@ -159,6 +159,17 @@ def test_documents_belong_to_a_key(tmp_path, shared):
         assert {describe(disk, prefix)["for_a_key"] for prefix in disk.prefixes()} == {not shared}
 
 
+def test_a_document_has_a_limit_of_its_own(tmp_path):
+    config = ServerConfig(port=0, body_limit=200, document_limit=2000)
+    with servers.scripted(config=config, engine=engine(tmp_path / "s")) as live:
+        assert live.post("/v1/documents", {"text": TEXT[:1000]}).status_code == 200
+        refused = live.post("/v1/documents", {"text": TEXT[:1000] * 2})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["limit_bytes"]) == (413, 2000) and "document_limit" in error[
+            "message"
+        ]
+
+
 def test_short_documents_are_kept_as_text(tmp_path):
     with servers.scripted(engine=engine(tmp_path / "s")) as live:
         added = live.post("/v1/documents", {"name": "n.txt", "text": "Nine mules."}).json()

@@ -138,7 +138,8 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(
         413,
         "body_too_large",
-        f"The body is larger than {format_bytes(limit)}. The server's body_limit sets this.",
+        f"The body is larger than {format_bytes(limit)}. The server's body_limit sets this, and its document_limit "
+        "where a document is added.",
         facts={"limit_bytes": limit},
         headers={"connection": "close"},
     )
