@@ -90,6 +90,7 @@ def no_card(monkeypatch):
         record=nothing, synchronize=nothing, wait=nothing, query=lambda: looks.random() < 0.3
     )
     stream = SimpleNamespace(wait_stream=nothing, synchronize=nothing)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)

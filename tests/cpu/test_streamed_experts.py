@@ -41,7 +41,12 @@ def card(monkeypatch) -> SimpleNamespace:
     done = SimpleNamespace(
         record=lambda *_: None, wait=lambda *_: None, synchronize=lambda: None, query=lambda: True
     )
-    held = SimpleNamespace(free=0)
+    kept = module.KEPT_FREE + 3 * SIZE
+    free = [{"size": kept, "state": "inactive"}, {"size": 7 * SIZE, "state": "inactive"}]
+    used = [{"size": 1 << 30, "state": "active_allocated"}]
+    own = {"device": 0, "segment_pool_id": (0, 0), "blocks": [*used, *free]}
+    graphs = {"device": 0, "segment_pool_id": (0, 1), "blocks": [{"size": 1 << 30, "state": "inactive"}]}
+    held = SimpleNamespace(segments=[own, graphs, own | {"device": 1}])
     monkeypatch.setattr(torch.cuda, "Event", lambda: done)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
@@ -51,11 +56,7 @@ def card(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(module, "apply_changes", apply_changes)
     monkeypatch.setattr(module, "_PIECE", 3 * SIZE)
 
-    def allocated(*_: object) -> int:
-        held.free -= 3 * SIZE
-        return (1 << 40) - module.KEPT_FREE - held.free
-
-    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: held.segments)
     return held
 
 
@@ -127,7 +128,6 @@ def test_every_address_holds_its_expert(share, card):
     missed = {True: 0, False: 0}
     most = 0
     for step in range(400):
-        card.free = 6 * SIZE
         if step % 90 == 89:
             in_use[0] = step % 180 == 89
             experts.make_room()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from packhorse.core.formats import LINE_BYTES
-from packhorse.core.units import MIB
+from packhorse.core.units import MIB, ceil_div
 from packhorse.engine.size import SPARES
 from packhorse.kernels.experts.cuda import (
     MAX_EXPERTS,
@@ -40,8 +40,12 @@ from packhorse.store.experts import ExpertCache, Ints, LateUpdates
 
 QUIET_STEPS = 16
 """Decode steps without a prompt chunk after which the memory that prompts need is filled with experts."""
+COPIES = 16
+"""Experts that are copied beside one decode step, to be there for later ones."""
 KEPT_FREE = 128 * MIB
 """Of what the allocator holds free, what is left to decode steps."""
+KEPT_FOR_TIERS = 384 * MIB
+"""The same where pages may leave for a tier below: a layer's are gathered first."""
 _PIECE = 64 * MIB
 HOST = 1
 """Bit of an address that says that it is of host memory."""
@@ -141,6 +145,10 @@ class StreamedExperts:
     def lend(self, region: Callable[[], Tensor | None]) -> None:
         """Memory on the card that experts may have between prompts: contiguous, or None while it is in use."""
         self._guests.regions.append(region)
+
+    def keep_free(self, size: int) -> None:
+        """Bytes of the allocator's free memory that are never lent."""
+        self._guests.kept_free = size
 
     def make_room(self) -> None:
         """Prompt rows are about to be computed: what was lent for experts is free again, in the stream's order."""
@@ -292,13 +300,16 @@ class _Guests:
         self.regions: list[Callable[[], Tensor | None]] = []
         self._free: list[Tensor] = []
         self._coming: tuple[Ints, Ints] | None = None
+        self._waiting: list[tuple[list[int], Tensor]] = []
+        self.kept_free = KEPT_FREE
         self._here: Tensor | None = None
         self._arrived = torch.cuda.Event()
 
     def _places(self) -> list[Tensor]:
         """All places for an expert, uint8 [block_bytes] each, on 128-byte lines."""
         places = self._buffers.blocks()
-        self._free = _free_pieces(self._address.device, max(_PIECE, self._block_bytes + LINE_BYTES))
+        size = max(_PIECE, self._block_bytes + LINE_BYTES)
+        self._free = _free_pieces(self._address.device, size, self.kept_free)
         lent = (region() for region in self.regions)
         for memory in [*self._free, *(region for region in lent if region is not None)]:
             data = memory.view(-1).view(torch.uint8)
@@ -308,7 +319,7 @@ class _Guests:
         return places
 
     def invite(self, but: Ints) -> None:
-        """Begin to copy experts, or, once all are there, show them to the next step."""
+        """Copy a few more experts, or, once all are there, show them to the next step."""
         if self._here is not None:
             return
         if self._coming is None:
@@ -316,9 +327,12 @@ class _Guests:
             guests = self._cache.lend(len(places), but)
             starts = [place.data_ptr() for place in places[: len(guests)]]
             self._coming = guests, np.array(starts, dtype=np.int64)
+            self._waiting = list(zip(guests.tolist(), places, strict=False))
+        if self._waiting:
             with self._buffers.copying(self._arrived):
-                for (layer, expert), place in zip(guests.tolist(), places, strict=False):
+                for (layer, expert), place in self._waiting[:COPIES]:
                     self._buffers.fetch_expert(layer, expert, place)
+            del self._waiting[:COPIES]
         elif self._arrived.query():
             guests, addresses = self._coming
             # Who got a slot meanwhile, or is about to, stays there; who leaves one goes to the host copy first.
@@ -340,20 +354,25 @@ class _Guests:
         if self._coming is not None:
             self._arrived.wait()
         self._coming = self._here = None
+        self._waiting.clear()
         self._free.clear()
         self._cache.lent[:] = False
 
 
-def _free_pieces(device: torch.device, size: int) -> list[Tensor]:
-    """What the allocator holds free beyond KEPT_FREE, in pieces of `size` bytes; it takes no more of the card."""
-    pieces: list[Tensor] = []
+def _free_pieces(device: torch.device, size: int, kept: int) -> list[Tensor]:
+    """What the allocator holds free for everyone beyond `kept` bytes, in pieces of `size` bytes, for which it takes no
+    more of the card."""
+    free = 0
+    for segment in torch.cuda.memory_snapshot():
+        # Graphs have pools of their own.
+        if segment["device"] == (device.index or 0) and tuple(segment["segment_pool_id"]) == (0, 0):
+            blocks = segment["blocks"]
+            free += sum(block["size"] // size for block in blocks if block["state"] == "inactive")
     held = torch.cuda.memory_reserved(device)
-    while held - torch.cuda.memory_allocated(device) >= size + KEPT_FREE:
-        try:
-            pieces.append(torch.empty(size, dtype=torch.uint8, device=device))
-        except torch.OutOfMemoryError:  # what is free is in smaller parts, or a graph's own
-            break
-        if torch.cuda.memory_reserved(device) > held:
+    pieces: list[Tensor] = []
+    for _ in range(free - ceil_div(kept, size)):
+        pieces.append(torch.empty(size, dtype=torch.uint8, device=device))
+        if torch.cuda.memory_reserved(device) > held:  # of another stream's blocks
             pieces.pop()
             break
     return pieces

@@ -17,6 +17,7 @@ from packhorse.core.units import format_bytes
 from packhorse.engine.card import CardMemory, room_on
 from packhorse.engine.engine import Engine
 from packhorse.engine.experts import (
+    KEPT_FOR_TIERS,
     FetchedExperts,
     StreamedExperts,
     join_shared_experts,
@@ -159,8 +160,11 @@ def _assemble(
         sweep_len=sizes.sweep_len,
         max_decode_gap=config.max_decode_gap,
     )
-    if isinstance(experts, StreamedExperts) and engine.sweeper is not None:
-        experts.lend(engine.idle_residuals)
+    if isinstance(experts, StreamedExperts):
+        if engine.sweeper is not None:
+            experts.lend(engine.idle_residuals)
+        if store.lower is not None:
+            experts.keep_free(KEPT_FOR_TIERS)
     if card is not None:
         warm_up(engine, config, sizes)
         card.hold(sizes.workspace_bytes)
