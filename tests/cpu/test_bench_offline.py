@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -331,3 +332,19 @@ def test_usage(args, tmp_path):
     folder = str(oracle.shared_checkpoint("llama")[1])
     words = [folder if arg == "FOLDER" else arg for arg in args]
     assert cli.run(["bench", *words, "--history", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "stray"),
+    [
+        (["compare", "--like", "x"], "--like"),
+        (["serve", "--against", "http://x", "--vram", "1GiB", "--recipe", "int8"], "--recipe, --vram"),
+        (["serve", "here", "--against", "http://x"], "a target"),
+        (["offline", "a", "b"], "a second target"),
+        (["synth", "out", "--like", "x", "--report", "f"], "--report"),
+    ],
+)
+def test_options_of_another_kind_are_refused(args, stray):
+    command = [sys.executable, "-m", "packhorse.cli.main", "bench", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and f"takes no {stray}." in done.stderr

@@ -240,3 +240,15 @@ def test_wear_of_the_disk_here(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_throttle_reasons(bits, reasons):
     assert throttle_reasons(bits) == reasons
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        ("http://me:secret@proxy.example:3128", "http://proxy.example:3128"),
+        ("http://proxy.example:3128/a@b", "http://proxy.example:3128/a@b"),
+        ("/etc/ssl/cert.pem", "/etc/ssl/cert.pem"),
+    ],
+)
+def test_passwords_of_proxies_are_not_shown(setting, shown):
+    assert doctor._shown(setting) == shown

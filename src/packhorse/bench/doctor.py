@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -227,11 +228,16 @@ def examine(folder: Path, load_s: float = LOAD_S) -> dict[str, Any]:
         "no_cards": why,
         "unmeasured": unmeasured,
         "torch": version("torch"),
-        "downloads": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "downloads": {name: _shown(os.environ[name]) for name in SETTINGS if name in os.environ},
         "profile": profile,
     }  # fmt: skip
     document["findings"] = [asdict(finding) for finding in findings(document)]
     return document
+
+
+def _shown(setting: str) -> str:
+    """A setting without the name and password that an address may hold."""
+    return re.sub(r"(?<=//)[^/@]+@", "", setting)
 
 
 def _file(path: str) -> str:

@@ -57,10 +57,35 @@ Seed = Annotated[int, _option("--seed", None, "Of all that is drawn.")]
 Report = Annotated[Path | None, _option("--report", "FILE", "Write the figures as JSON.")]
 
 
+_TAKEN = {
+    What.SERVE: "against model api_key requests clients rate prompt_words shared_words max_tokens seed report",
+    What.SYNTH: "target like recipe router layers seed",
+    What.OFFLINE: "target contexts sequences decode warmup vram kv dtype weights device as_arch threads fill_kv "
+    "own_tokens history seed report",
+    What.COMPARE: "target after history",
+}
+"""Parameters of each kind beside `json`."""
+
+
+def check_given(context: typer.Context, what: What) -> None:
+    """Raises UsageError for what was given and would be ignored."""
+    taken = {"what", "json", *_TAKEN[what].split()}
+    given = {
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    }
+    stray = sorted(f"--{name.replace('_', '-')}" for name in given - taken - {"target", "after"})
+    stray += ["a second target"] * ("after" in given - taken) + ["a target"] * ("target" in given - taken)
+    if stray:
+        raise UsageError(f"bench {what} takes no {', '.join(stray)}.", hint="See packhorse bench --help.")
+
+
 def command(
-    what: WhatArgument, target: First = None, after: Second = None, against: Against = None, like: Like = None,
-    recipe: RecipeName = "int4", router: Router = "uniform", layers: Layers = None, model: ModelName = None,
-    api_key: ApiKey = None, requests: Requests = Load.requests, clients: Clients = Load.clients, rate: Rate = None,
+    context: typer.Context, what: WhatArgument, target: First = None, after: Second = None,
+    against: Against = None, like: Like = None, recipe: RecipeName = "int4", router: Router = "uniform",
+    layers: Layers = None, model: ModelName = None, api_key: ApiKey = None, requests: Requests = Load.requests,
+    clients: Clients = Load.clients, rate: Rate = None,
     prompt_words: PromptWords = Load.prompt_words, shared_words: SharedWords = Load.shared_words,
     max_tokens: MaxTokens = Load.max_tokens, contexts: offline.Contexts = "4096",
     sequences: offline.Sequences = "1", decode: offline.Decode = 64, warmup: offline.Warmup = 8,
@@ -70,8 +95,7 @@ def command(
     history: offline.History = None, seed: Seed = Load.seed, report: Report = None, json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Exit code 1 where a request failed: the figures are printed all the same."""
-    if what is not What.COMPARE and after is not None:
-        raise UsageError(f"bench {what} takes one target.", hint="See packhorse bench --help.")
+    check_given(context, what)
     if what is What.SYNTH:
         _synth(target, like, recipe, router=router, layers=layers, seed=seed, json=json)
     elif what is What.COMPARE:
@@ -84,8 +108,8 @@ def command(
         config = {"kv": kv, "dtype": dtype, "weights": weights, "device": device, "as_arch": as_arch}
         offline.run_offline(target, settings, config | {"threads": threads}, history, report, json)
     else:
-        if against is None or target is not None:
-            raise UsageError("bench serve takes --against URL alone.", hint="See packhorse bench --help.")
+        if against is None:
+            raise UsageError("bench serve needs --against URL.", hint="See packhorse bench --help.")
         load = Load(
             requests=requests, clients=clients, prompt_words=prompt_words, shared_words=shared_words,
             max_tokens=max_tokens, rate=rate, seed=seed,
