@@ -26,12 +26,14 @@ class CardMemory:
     """The memory of one card that this process may take: `cap` bytes, or (None) what is free when this is made, less
     what a desktop needs where a display is attached.
 
-    runtime_bytes: what will be taken beside what is planned. Makes the CUDA context, which takes some itself. Raises
-    DoesNotFitError where less than `cap` is there.
+    runtime_bytes: what will be taken beside what is planned. Makes this card the calling thread's and its CUDA context,
+    which takes some itself. Raises DoesNotFitError where less than `cap` is there.
     """
 
     def __init__(self, device: str, cap: int | None) -> None:
         self.device = torch.device("cuda", torch.device(device).index or 0)
+        # Streams, events and graphs are made without naming a card: they are to be of this one.
+        torch.cuda.set_device(self.device)
         free, self.total = torch.cuda.mem_get_info(self.device)
         self._uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         context = self.used_bytes()

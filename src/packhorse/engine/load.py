@@ -76,9 +76,6 @@ def load_engine(
     """
     hardware = probe()
     check_device(config)
-    if config.device != "cpu":
-        # Streams, events and graphs are made without naming a card: they are to be of this one.
-        torch.cuda.set_device(int(config.device.partition(":")[2] or 0))
     if config.as_arch is not None:
         use_arch(config.as_arch)
     threads = set_threads(config, hardware)
