@@ -84,7 +84,9 @@ def packed_expert_bytes(facts: ModelFacts) -> int:
     """All routed experts as the files hold them packed; 0 where not all of them stay packed, gate and up of all layers
     in one format, down in one."""
     found = [matrix for matrix in packed_matrices(facts) if matrix.kind == "experts"]
-    if len({(matrix.num_cols, matrix.form.name) for matrix in found}) > 2:
+    kinds = {(matrix.num_rows, matrix.num_cols, matrix.form.name) for matrix in found}
+    # As many as shapes: else matrices of one shape differ in format, and the loader keeps them apart.
+    if len({kind[1:] for kind in kinds}) > 2 or len(kinds) > len({kind[:2] for kind in kinds}):
         return 0
     values = sum(group.num_values for group in param_groups(facts) if group.kind == "experts")
     whole = values > 0 and sum(matrix.num_values for matrix in found) == values
