@@ -151,7 +151,7 @@ def run_loads(folders: dict[tuple[str, str, int], Path], chosen: list[int]) -> d
     found: dict[int, dict[str, Any]] = {}
     for first in range(0, len(chosen), AT_ONCE):
         batch = chosen[first : first + AT_ONCE]
-        children = {}
+        children, logs = {}, {}
         for index in batch:
             words = [
                 sys.executable,
@@ -161,15 +161,20 @@ def run_loads(folders: dict[tuple[str, str, int], Path], chosen: list[int]) -> d
                 "--only",
                 str(index + 1),
             ]
+            # A file holds what a pipe would stop at while nobody reads it.
+            logs[index] = tempfile.TemporaryFile("w+")  # noqa: SIM115
             children[index] = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                               stderr=subprocess.PIPE)  # fmt: skip
+                                               stderr=logs[index])  # fmt: skip
         for process in children.values():
             assert process.stdout is not None
             process.stdout.readline()
         for index, process in children.items():
-            out, errors = "", ""
+            out = ""
             with suppress(BrokenPipeError):
-                out, errors = process.communicate("go\n")
+                out, _ = process.communicate("go\n")
+            with logs[index] as log:
+                log.seek(0)
+                errors = log.read()
             try:
                 found[index] = json.loads(out)
             except ValueError:
