@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import oracle
 from engines import one_pass
+from library_models import PLAIN
 from packhorse.cli import main as cli
 from packhorse.core.errors import PackhorseError, UnsupportedModelError, WeightsError
 from packhorse.facts.packed import packed_matrices
@@ -194,17 +195,6 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "own-8-zeros": (OWN | {"modules": {".*": "int8z-g32"}}, own, {"bits": 8, "group": 32, "symmetric": False}),
 }  # fmt: skip
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
-# As the publishers do: heads and what is small stays as it is.
-PLAIN = (
-    "lm_head",
-    "embed_tokens",
-    "norm",
-    "conv1d",
-    "mlp.gate.",
-    "shared_expert_gate",
-    "in_proj_a",
-    "in_proj_b",
-)
 
 
 def wide_model(family: str):

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import oracle
+from library_models import HYBRID, IDS, MOE, PLAIN, SMALL
 
 HERE = Path(__file__).parent
 ROOT = next(Path(folder, "awq") for folder in sys.path if Path(folder, "awq", "quantize").is_dir())
@@ -38,38 +39,6 @@ from awq.modules.linear.gemm import WQLinear_GEMM  # noqa: E402
 from awq.quantize.quantizer import AwqQuantizer  # noqa: E402
 from awq.utils.packing_utils import dequantize_gemm  # noqa: E402
 
-IDS = list(range(3, 27))
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "num_hidden_layers": 1,
-}
-MOE = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-HYBRID = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-PLAIN = (
-    "lm_head",
-    "embed_tokens",
-    "norm",
-    "conv1d",
-    "mlp.gate.",
-    "shared_expert_gate",
-    "in_proj_a",
-    "in_proj_b",
-)
 BITS, GROUP = 4, 32
 
 

@@ -23,21 +23,15 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
 import oracle
+from library_models import IDS, MOE, PLAIN
 
 HERE = Path(__file__).parent
-IDS = list(range(3, 27))
 SMALL = {
     "vocab_size": 32,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}
-MOE = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
 }
 HYBRID = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 KINDS = {
@@ -46,16 +40,6 @@ KINDS = {
     "int8-channel": ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
     "fp8-channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
 }  # fmt: skip
-PLAIN = (
-    "lm_head",
-    "embed_tokens",
-    "norm",
-    "conv1d",
-    "mlp.gate.",
-    "shared_expert_gate",
-    "in_proj_a",
-    "in_proj_b",
-)
 
 
 def extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:

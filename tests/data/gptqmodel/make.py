@@ -22,30 +22,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import oracle
+from library_models import HYBRID, IDS, MOE, SMALL
 
 HERE = Path(__file__).parent
-IDS = list(range(3, 27))
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "num_hidden_layers": 1,
-}
-MOE = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-HYBRID = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 KINDS = {
     "symmetric": {"sym": True},
     "desc-act": {"sym": True, "desc_act": True},
