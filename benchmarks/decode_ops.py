@@ -8,11 +8,10 @@ Medians of CUDA events around graph replays. Layers have buffers of their own, s
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
 
 import torch
 
+from packhorse.bench.card import graph_seconds
 from packhorse.core.formats import kv_token_bytes
 from packhorse.kernels.attention.cuda import DecodeBatch, PagedAttention
 from packhorse.kernels.cuda.launch import use_arch
@@ -23,34 +22,14 @@ CONTEXT = 245_760
 ATTENTION_LAYERS, DELTA_LAYERS = 4, 30
 
 
-def median_s(run: Callable[[], None], repeats: int = 30) -> float:
-    """Seconds of one replay of what `run` launches."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(5):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1000)
-    return statistics.median(times)
-
-
 def rates() -> tuple[float, float]:
     """Bytes a second of a copy (read and write counted) and of a sum."""
     x = torch.randn(2**29, device="cuda")
     y = torch.empty_like(x)
     copies = [lambda: y.copy_(x), lambda: torch.mul(x, 1.0, out=y)]  # the driver's copy, and a kernel
-    copy = 2 * x.nbytes / min(map(median_s, copies))
+    copy = 2 * x.nbytes / min(map(graph_seconds, copies))
     total = torch.empty((), device="cuda")
-    return copy, x.nbytes / median_s(lambda: torch.sum(x, 0, out=total))
+    return copy, x.nbytes / graph_seconds(lambda: torch.sum(x, 0, out=total))
 
 
 def int32(values: list) -> torch.Tensor:
@@ -91,7 +70,7 @@ def attention_s(codec: str, context: int, tokens: int, dtype: torch.dtype) -> fl
         for layer in layers:
             kernels.attend(layer, q, batch, out, workspace, gate=gate)
 
-    return median_s(run) / ATTENTION_LAYERS
+    return graph_seconds(run) / ATTENTION_LAYERS
 
 
 def delta_s(sequences: int) -> float:
@@ -115,7 +94,7 @@ def delta_s(sequences: int) -> float:
             weights = weight[i], gates[0], gates[1], norm
             delta_step(qkvz, ba, weights, 1e-6, (conv[i], state[i]), where, turns, out, at_rest=True)
 
-    return median_s(run)
+    return graph_seconds(run)
 
 
 def main() -> None:

@@ -7,10 +7,12 @@ as much again where gate and up experts are joined.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -138,19 +140,16 @@ class _Filler:
         names = [name for name in self.source.shapes if name in self.jobs]
         with side_by_side() as each:
             small = [name for name in names if math.prod(self.source.shapes[name]) <= SMALL_VALUES]
-            apart: set[str] = set(names) - set(small)
-            done = 0
-            for name in (name for name in names if name in apart):
-                self._fill(name, each)
-                done = _tell(progress, done, len(names))
-            for _ in each(self._fill, small):
-                done = _tell(progress, done, len(names))
+            large = (name for name in names if math.prod(self.source.shapes[name]) > SMALL_VALUES)
+            fills = itertools.chain(map(partial(self._fill, each=each), large), each(self._fill, small))
+            for done, _ in enumerate(fills, start=1):
+                if progress is not None:
+                    progress(done, len(names))
 
     def _fill(self, name: str, each: SideBySide = map) -> None:
         with self._lock:
-            here = self.jobs.pop(
-                name
-            )  # so that what is packed is let go of when it has become something else
+            # Taken out, so that what is packed is let go of when it has become something else.
+            here = self.jobs.pop(name)
         plain = [job for job in here if isinstance(job, _Plain)]
         if plain:
             value = self.source.read(name)
@@ -171,12 +170,6 @@ class _Filler:
         self._left[path] -= 1
         if self.int4_product and not self._left[path] and path != "embed":
             self.weights[path] = _for_int4_product(self.weights[path])
-
-
-def _tell(progress: Callable[[int, int], None] | None, done: int, total: int) -> int:
-    if progress is not None:
-        progress(done + 1, total)
-    return done + 1
 
 
 def _prepare(

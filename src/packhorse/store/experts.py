@@ -28,12 +28,6 @@ class ExpertStats:
     fills: int = 0
     evictions: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        """Hits of all uses; 0 before the first."""
-        uses = self.hits + self.misses
-        return self.hits / uses if uses else 0.0
-
 
 @dataclass(frozen=True)
 class Changes:
