@@ -206,7 +206,9 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
             hint=f"Give --vram of at least {cap}, a shorter --context, or a smaller --kv.",
         )
     slots = min(slots, num_experts + num_layers * SPARES)
-    note = f"{min(slots, num_experts):,} of {num_experts:,} routed experts on the card, all in pinned host memory"
+    # Each layer's spares are slots that wait for an expert.
+    held = slots - num_layers * SPARES
+    note = f"{held:,} of {num_experts:,} routed experts on the card, all in pinned host memory"
     if sweep_len:
         note += f"; long prompts are read in sweeps of {sweep_len:,} tokens"
     return replace(
