@@ -25,7 +25,7 @@ from packhorse.core.types import FinishReason, Request, SamplingParams
 from packhorse.core.units import GIB, MIB
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
-from packhorse.engine.size import size_engine
+from packhorse.engine.size import card_flops, size_engine
 from packhorse.engine.sweep import SweepRunner
 from packhorse.facts.read import read_model
 
@@ -438,9 +438,39 @@ def test_planned_bytes_and_settings():
     assert short.sweep_len == 3072
     assert size_engine(facts, EngineConfig(context=2048, sweep_len=8192), "fp32", 8 * GIB).sweep_len == 0
     with pytest.raises(UsageError, match="sweep_len is 1000"):
-        EngineConfig(sweep_len=1000)
+        EngineConfig(sweep_len=1000, chunk_len=1024)
     with pytest.raises(UsageError, match="max_decode_gap is 0"):
         EngineConfig(max_decode_gap=0.0)
+
+
+def test_chunks_follow_the_card():
+    """As long as its speed under the gap and its memory allow; what was asked for is obeyed."""
+    facts = read_model(oracle.shared_checkpoint("qwen3_5_moe")[1])
+
+    def chunk_len(flops=None, memory=64 * GIB, device="cuda", **settings):
+        config = EngineConfig(device=device, **settings)
+        return size_engine(facts, config, "bf16", memory, flops=flops).chunk_len
+
+    assert chunk_len(1e15, device="cpu") == chunk_len(None) == 1024
+    assert chunk_len(1e15) == 8192 and chunk_len(1e15, page_len=48, snapshot_len=96) == 8160
+    assert chunk_len(1e15, chunk_len=256) == 256
+    assert chunk_len(1e15, sweep_len=4096) == 4096
+    one = (
+        4 * facts.num_heads * facts.head_dim * facts.context
+    )  # operations of a token at the end of the window
+    per_second = one * 8192 / (0.33 * 0.125)
+    assert chunk_len(1.01 * per_second) == 8192 and chunk_len(0.99 * per_second) == 4096
+    assert chunk_len(1.01 * per_second, max_decode_gap=0.12) == 2048
+    assert chunk_len(0.001 * per_second) == 1024, "not below"
+    little = size_engine(facts, EngineConfig(device="cuda", chunk_len=8192, sweep_len=0), "bf16", 64 * GIB)
+    room = 8 * little.workspace_bytes
+    assert [chunk_len(1e15, memory=memory) for memory in (room, room - 8)] == [8192, 4096]
+    kinds = {(device, dtype): size_engine(facts, EngineConfig(device=device), dtype, 64 * GIB).kv
+             for device in ("cpu", "cuda") for dtype in ("fp32", "bf16")}  # fmt: skip
+    assert kinds == {("cpu", "fp32"): "fp32", ("cpu", "bf16"): "bf16",
+                     ("cuda", "fp32"): "fp32", ("cuda", "bf16"): "fp8"}  # fmt: skip
+    assert card_flops(90, 132) == pytest.approx(990e12)
+    assert card_flops(87, 1) == card_flops(86, 1) and card_flops(70, 1) == card_flops(75, 1)
 
 
 def test_streamed_experts_are_swept_for(tmp_path):
@@ -449,7 +479,7 @@ def test_streamed_experts_are_swept_for(tmp_path):
     facts = read_model(write_model(model, tmp_path / "m.gguf", quant=gguf.GGMLQuantizationType.Q8_0))
     config = EngineConfig(context=8192, sequences=1, kv="fp8", dtype="fp16", device="cuda", chunk_len=256)
     whole = size_engine(facts, config, "fp16", 8 * GIB)
-    assert whole.expert_slots is None and whole.sweep_len == 0
+    assert whole.expert_slots is None and whole.sweep_len == 2 * 256, "two chunks: others go on between units"
     cap = whole.device_bytes - 2 * MIB
     asked = {
         n: size_engine(facts, dataclasses.replace(config, sweep_len=n), "fp16", cap) for n in (None, 0, 512)

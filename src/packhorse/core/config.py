@@ -31,7 +31,8 @@ class EngineConfig:
     dtype: str = "auto"
     """fp32, bf16, fp16, or auto: fp32 in exact mode; else bf16 where the machine multiplies it natively."""
     kv: str = "auto"
-    """How K and V are stored: fp16, bf16, fp8, k5v4, k4v4, or auto: as computed."""
+    """How K and V are stored: fp16, bf16, fp8, k5v4, k4v4, or auto: fp8 on a card that computes in 16 bits, else as
+    computed."""
     weights: str = "auto"
     """packed: matrices that the files hold in few bits are computed on as they are; unpacked: in the compute type.
     auto: packed on a card; on a CPU, where products of unpacked weights are faster, only as memory demands."""
@@ -49,11 +50,13 @@ class EngineConfig:
     this process may use."""
     page_len: int = PAGE_LEN
     """Tokens a KV page holds."""
-    chunk_len: int = 1024
-    """Prompt tokens a step reads at most, and the absolute grid on which it ends. A multiple of page_len."""
+    chunk_len: int | None = None
+    """Prompt tokens a step reads at most, and the absolute grid on which it ends. A multiple of page_len. None: 1,024
+    on a CPU; on a card up to 8,192, as far as its speed under `max_decode_gap` and its memory allow."""
     sweep_len: int | None = None
     """Prompt tokens that pass the layers together, a layer after the other (docs/sweep.md); 0: none, chunks pass all
-    layers. None: 65,536, as far as the window and memory go, where weights are streamed, else 0."""
+    layers. None: on a card 65,536 where weights are streamed, else two chunks, as far as the window and memory go; on
+    a CPU 0."""
     max_decode_gap: float = 0.25
     """Seconds at most between two tokens of an answer while another prompt is read in a sweep."""
     snapshot_len: int = 8192
@@ -72,10 +75,10 @@ class EngineConfig:
     """Bytes of host memory for what has no room in the KV pool any more."""
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "page_len", "chunk_len", "snapshot_len"):
+        for name in ("sequences", "page_len", "snapshot_len"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}.", hint=f"{name} must be at least 1.")
-        for name in ("context", "threads", "kv_tokens"):
+        for name in ("context", "threads", "kv_tokens", "chunk_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least 1, or left out.")
@@ -86,9 +89,9 @@ class EngineConfig:
             raise UsageError(
                 f"keep_days is {self.keep_days}.", hint="Give a number above 0, or leave it out."
             )
-        if self.sweep_len and self.sweep_len < self.chunk_len:
+        if self.sweep_len and self.sweep_len < (self.chunk_len or self.page_len):
             raise UsageError(
-                f"sweep_len is {self.sweep_len}, and a chunk has {self.chunk_len} tokens.",
+                f"sweep_len is {self.sweep_len}, and a chunk has {self.chunk_len or self.page_len} tokens at least.",
                 hint="Give at least chunk_len, or 0 for no sweeps.",
             )
         if not self.max_decode_gap > 0:
@@ -96,7 +99,7 @@ class EngineConfig:
                 f"max_decode_gap is {self.max_decode_gap}.", hint="Give it some seconds, such as 0.25."
             )
         for name in ("chunk_len", "snapshot_len"):
-            if getattr(self, name) % self.page_len:
+            if (getattr(self, name) or 0) % self.page_len:
                 raise UsageError(
                     f"{name} is {getattr(self, name)}, not a multiple of page_len {self.page_len}.",
                     hint="Boundaries must lie on pages.",

@@ -26,8 +26,9 @@ class CardMemory:
     """The memory of one card that this process may take: `cap` bytes, or (None) what is free when this is made, less
     what a desktop needs where a display is attached.
 
-    runtime_bytes: what will be taken beside what is planned. Makes this card the calling thread's and its CUDA context,
-    which takes some itself. Raises DoesNotFitError where less than `cap` is there.
+    runtime_bytes: what will be taken beside what is planned. num_sms: the card's multiprocessors. Makes this card the
+    calling thread's and its CUDA context, which takes some itself. Raises DoesNotFitError where less than `cap` is
+    there.
     """
 
     def __init__(self, device: str, cap: int | None) -> None:
@@ -35,7 +36,8 @@ class CardMemory:
         # Streams, events and graphs are made without naming a card: they are to be of this one.
         torch.cuda.set_device(self.device)
         free, self.total = torch.cuda.mem_get_info(self.device)
-        self._uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        properties = torch.cuda.get_device_properties(self.device)
+        self._uuid, self.num_sms = f"GPU-{properties.uuid}", properties.multi_processor_count
         context = self.used_bytes()
         there = free + context
         if cap is not None and cap > there:

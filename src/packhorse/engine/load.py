@@ -28,7 +28,7 @@ from packhorse.engine.heap import give_back_freed
 from packhorse.engine.identity import model_identity
 from packhorse.engine.output import Detokenizer
 from packhorse.engine.runner import Runner
-from packhorse.engine.size import Sizes, size_engine
+from packhorse.engine.size import Sizes, card_flops, size_engine
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.nvml import driver_of
@@ -85,7 +85,8 @@ def load_engine(
     if card is None:
         sizes = size_engine(facts, config, dtype, host)
     else:
-        sizes = size_engine(facts, config, dtype, card.cap, host, card.runtime_bytes)
+        flops = card_flops(card_arch(card.device), card.num_sms)
+        sizes = size_engine(facts, config, dtype, card.cap, host, card.runtime_bytes, flops)
     why_not = misfit(facts, DTYPES[dtype])
     if sizes.expert_slots is not None and why_not is not None:
         raise UsageError(
@@ -150,7 +151,7 @@ def _assemble(
         Runner(model, graphs=graphs),
         store,
         sequences=config.sequences,
-        chunk_len=config.chunk_len,
+        chunk_len=sizes.chunk_len,
         window=sizes.context,
         eos_ids=facts.eos_ids,
         detokenizer=detokenizer,
@@ -163,7 +164,7 @@ def _assemble(
         if store.lower is not None:
             experts.keep_free(KEPT_FOR_TIERS)
     if card is not None:
-        warm_up(engine, config, sizes)
+        warm_up(engine, sizes)
         card.hold(sizes.workspace_bytes)
     return engine, disk, stepping
 
@@ -211,12 +212,12 @@ def _planned(sizes: Sizes, store: KVStore, disk: DurableStore | None, card: Card
     return planned
 
 
-def warm_up(engine: Engine, config: EngineConfig, sizes: Sizes) -> None:
+def warm_up(engine: Engine, sizes: Sizes) -> None:
     """Run every kind of shape once, the largest among them, so that all that is ever compiled, loaded or taken of a
     card is there before requests come: prompts for which there are kernels of their own, of 8 and of 16 tokens, and,
     beside an answer where sequences allow it, one that is longer than attention reads at once."""
     vocab_size = engine.runner.model.facts.vocab_size
-    length = max(1, min(sizes.context - 9, SEGMENT_LEN + config.chunk_len))
+    length = max(1, min(sizes.context - 9, SEGMENT_LEN + sizes.chunk_len))
     for lengths in ((min(8, length),), (min(FEW_TOKENS, length), length)):
         for name, num in enumerate(lengths):
             ids = tuple(token % vocab_size for token in range(num))

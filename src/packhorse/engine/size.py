@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from packhorse.core.config import EngineConfig
-from packhorse.core.cost import UNPACK_BYTES
+from packhorse.core.cost import UNPACK_BYTES, attention_flops
 from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageError
 from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS
@@ -26,8 +26,19 @@ SCORES_BYTES = 256 * MIB
 """What attention's scores may take at once on a card, where the reference kernel writes them out."""
 SPARES = 2
 """Experts that each layer may keep in one step of those it read over the link: each is written to the card once."""
+CHUNK_LEN, LONGEST_CHUNK = 1024, 8192
+"""Prompt tokens of a step on a CPU, and at most on a card, where nothing else was asked for."""
+CHUNK_SHARE = 8
+"""On a card its working space takes one part in so many of the memory at most."""
+ATTENTION_SHARE = 0.33
+"""What attention of many tokens reaches of a card's rate of products, at least."""
+SM_FLOPS = {75: 0.79e12, 80: 2.89e12, 86: 0.87e12, 89: 1.29e12, 90: 7.5e12, 100: 15e12, 120: 1.23e12}
+"""Dense products in 16 bits with fp32 sums, a second and multiprocessor, by compute capability: from the makers'
+figures for whole cards. Of one between two, the lower's."""
 SWEEP_LEN = 65_536
 """Tokens of a sweep where weights are streamed and nothing else was asked for."""
+SWEEP_CHUNKS = 2
+"""Chunks of a sweep where all weights lie on a card: enough for others to go on between units of one layer."""
 SWEEP_SHARE = 8
 """One part in so many of the room for experts is then for the residuals of a sweep at most."""
 SCORES_COPIES = 4
@@ -36,7 +47,8 @@ SCORES_COPIES = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the engine allocates. kv: the codec of K and V. context: tokens one request may hold. segment_len:
+    """What the engine allocates. kv: the codec of K and V. context: tokens one request may hold. chunk_len: prompt
+    tokens of a step. segment_len:
     keys attention reads at once; None is the store's own choice. expert_slots: routed experts that the card holds at
     once, None where it holds all or there are none; expert_bytes: these slots and the buffers of two layers.
     sweep_len: tokens of a sweep, 0 where prompts are not read in sweeps; workspace_bytes has its residuals.
@@ -51,6 +63,7 @@ class Sizes:
     page_bytes: int
     state_bytes: int
     workspace_bytes: int
+    chunk_len: int = CHUNK_LEN
     segment_len: int | None = None
     packed: bool = False
     expert_slots: int | None = None
@@ -112,9 +125,11 @@ def size_engine(
     available_bytes: int,
     host_bytes: int | None = None,
     runtime_bytes: int | None = None,
+    flops: float | None = None,
 ) -> Sizes:
     """The pools of an engine that may take `available_bytes` of its device's memory and, beside a card, `host_bytes`
     of host memory (None: as much as it wants). runtime_bytes: what the device takes beside; None: as calibrated.
+    flops: dense 16-bit products of the card, a second; None: not known, and chunks are short.
 
     A context or KV pool that was asked for is given or refused; one that was not asked for is cut to what
     fits, and `notes` says so.
@@ -123,8 +138,11 @@ def size_engine(
     weights were asked for and there are none.
     """
     check_window(facts, config)
-    kv = dtype if config.kv == "auto" else config.kv
+    kv = config.kv
+    if kv == "auto":
+        kv = dtype if config.device == "cpu" or dtype == "fp32" else "fp8"
     check_kv_heads(kv, facts.head_dim)
+    config = replace(config, chunk_len=choose_chunk_len(facts, config, dtype, available_bytes, flops))
     page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, kv, config.page_len)
     sweep_len = min(config.sweep_len or 0, _longest_sweep(facts, config))
     fixed = Sizes(
@@ -138,6 +156,7 @@ def size_engine(
         workspace_bytes=_workspace_bytes(facts, config, dtype, decodes=kv != dtype)
         + _sweep_bytes(facts, config, sweep_len),
         sweep_len=sweep_len,
+        chunk_len=_chunk(config),
         segment_len=_segment_len(facts, config, dtype),
     )
     if config.device != "cpu":
@@ -153,6 +172,8 @@ def size_engine(
         fixed = replace(fixed, weight_bytes=weight_bytes - embedding, host_bytes=embedding)
         if packed and fixed.weight_bytes + pages > room:
             fixed = _stream_experts(facts, config, fixed, room)
+        if fixed.expert_slots is None and config.sweep_len is None:
+            fixed = _sweep_resident(facts, config, fixed, room - fixed.weight_bytes - pages)
         _check_host(fixed, host_bytes)
     room = available_bytes - fixed.runtime_bytes - fixed.total_bytes
     if room < page_bytes:
@@ -224,16 +245,58 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
     )
 
 
+def choose_chunk_len(
+    facts: ModelFacts, config: EngineConfig, dtype: str, available_bytes: int, flops: float | None
+) -> int:
+    """Prompt tokens of a step: as asked for, else the longest that keep attention over the whole context under half of
+    `max_decode_gap` and the working space within its share of `available_bytes`. Halved from LONGEST_CHUNK down to
+    CHUNK_LEN, in whole pages. flops: as for `size_engine`."""
+    if config.chunk_len is not None:
+        return config.chunk_len
+    length = CHUNK_LEN if config.device == "cpu" or flops is None else LONGEST_CHUNK
+    if config.sweep_len:
+        length = min(length, config.sweep_len)
+    context = min(config.context or facts.context, facts.context)
+    while True:
+        chunk = max(1, length // config.page_len) * config.page_len
+        work = attention_flops(chunk, context, facts.num_heads, facts.head_dim)
+        slow = work > ATTENTION_SHARE * (flops or 0.0) * config.max_decode_gap / 2
+        size = _workspace_bytes(facts, replace(config, chunk_len=chunk), dtype, decodes=True)
+        if length <= CHUNK_LEN or not (slow or size > available_bytes // CHUNK_SHARE):
+            return chunk
+        length //= 2
+
+
+def card_flops(arch: int, num_sms: int) -> float:
+    """Dense 16-bit products a second of a card of compute capability `arch` / 10."""
+    known = max((found for found in SM_FLOPS if found <= arch), default=min(SM_FLOPS))
+    return SM_FLOPS[known] * num_sms
+
+
+def _chunk(config: EngineConfig) -> int:
+    assert config.chunk_len is not None
+    return config.chunk_len
+
+
+def _sweep_resident(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int) -> Sizes:
+    """The sizes of a model that lies on the card as a whole, with short sweeps where their residuals find `room`."""
+    sweep_len = min(SWEEP_CHUNKS * _chunk(config), _longest_sweep(facts, config))
+    size = _sweep_bytes(facts, config, sweep_len)
+    if size > room // SWEEP_SHARE:
+        return fixed
+    return replace(fixed, sweep_len=sweep_len, workspace_bytes=fixed.workspace_bytes + size)
+
+
 def _longest_sweep(facts: ModelFacts, config: EngineConfig) -> int:
     """Tokens beyond which a sweep gains nothing: the window in whole chunks. 0: no prompt is long enough."""
     context = config.context or facts.context
-    return round_up(context, config.chunk_len) if context > TAIL_LEN else 0
+    return round_up(context, _chunk(config)) if context > TAIL_LEN else 0
 
 
 def _auto_sweep_len(facts: ModelFacts, config: EngineConfig, room: int) -> int:
     """The longest sweep worth its while whose residuals take no more than `room`."""
     sweep_len = min(SWEEP_LEN, _longest_sweep(facts, config))
-    while sweep_len >= config.chunk_len:
+    while sweep_len >= _chunk(config):
         if _sweep_bytes(facts, config, sweep_len) <= room:
             return sweep_len
         sweep_len //= 2
@@ -340,18 +403,18 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, *, dec
 
     decodes: K and V of a segment are decoded before attention reads them.
     """
-    rows = max(EXACT_ROWS, config.chunk_len + config.sequences)
+    rows = max(EXACT_ROWS, _chunk(config) + config.sequences)
     total = account.activation_bytes(facts, rows) + account.logits_bytes(facts, config.sequences)
     if decodes:
         total += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
     if config.device != "cpu":
-        total += account.delta_transient_bytes(facts, config.chunk_len)
+        total += account.delta_transient_bytes(facts, _chunk(config))
         total += account.split_bytes(facts, config.sequences) + account.graph_bytes(config.sequences)
         total += UNPACK_BYTES if any(packed_matrices(facts)) else 0
     segment_len = _segment_len(facts, config, dtype)
     if segment_len is None:
         return total
-    scores = SCORES_COPIES * 4 * facts.num_heads * config.chunk_len * segment_len
+    scores = SCORES_COPIES * 4 * facts.num_heads * _chunk(config) * segment_len
     keys = 3 * 4 * segment_len * 2 * facts.num_kv_heads * facts.head_dim
     return total + scores + keys
 
@@ -361,5 +424,5 @@ def _segment_len(facts: ModelFacts, config: EngineConfig, dtype: str) -> int | N
     out: on the CPU, and on a card in 16 bits."""
     if config.device == "cpu" or dtype != "fp32":
         return None
-    fit = SCORES_BYTES // (SCORES_COPIES * 4 * facts.num_heads * config.chunk_len)
+    fit = SCORES_BYTES // (SCORES_COPIES * 4 * facts.num_heads * _chunk(config))
     return max(1, min(fit, account.SEGMENT_LEN) // config.page_len) * config.page_len

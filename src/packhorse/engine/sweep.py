@@ -71,10 +71,11 @@ class SweepRunner:
     def run(self, sweep: Sweep, budget_s: float) -> Tensor | None:
         """Compute units for about so many seconds, one at least, or until a sequence has passed all layers
         (`sweep.passed`): then its logits [V], where its prompt ends there."""
+        began = self._clock()
         self.runner.make_room()
         if sweep is not self._sweep:
             self._begin(sweep)
-        began = self._last = self._clock()
+        self._last = self._clock()
         sent: deque[_Sent] = deque()
         logits, begun = None, False
         while sweep.passed is None:
