@@ -142,6 +142,10 @@ class StreamedExperts:
         self.make_room()
         return self._buffers.stage(number)
 
+    def sent(self, number: int) -> None:
+        """All that reads the stacks of the layer has been sent: they need not stay longer."""
+        self._buffers.sent(number)
+
     def lend(self, region: Callable[[], Tensor | None]) -> None:
         """Memory on the card that experts may have between prompts: contiguous, or None while it is in use."""
         self._guests.regions.append(region)
@@ -196,6 +200,10 @@ class FetchedExperts:
         """As StreamedExperts.stage."""
         return self._buffers.stage(number)
 
+    def sent(self, number: int) -> None:
+        """As StreamedExperts.sent."""
+        self._buffers.sent(number)
+
     def _fetch(self, layer: int, expert: int) -> int:
         slot = self._slot_of.pop((layer, expert), None)
         self.hits += slot is not None
@@ -225,6 +233,10 @@ class _StagedStacks:
     def few(self, ids: Tensor) -> ExpertTable:
         """A table of this layer for few tokens, which go to `ids`."""
         return self.experts.few(self.number, ids)
+
+    def sent(self) -> None:
+        """The stacks have been read, in the stream's order."""
+        self.experts.sent(self.number)
 
     @property
     def gate_up_proj(self) -> PackedTensor:
@@ -389,6 +401,9 @@ class _LayerBuffers:
         self._holds: list[int | None] = [None, None]
         self.num_layers = self.num_experts = 0  # copied so far
         self._filled = [torch.cuda.Event() for _ in range(2)]
+        # What reads a buffer has been sent, up to the event; else it is not known yet.
+        self._sent = [False, False]
+        self._read = [torch.cuda.Event() for _ in range(2)]
         self._copies = torch.cuda.Stream(device)
 
     def stage(self, number: int) -> tuple[PackedTensor, PackedTensor]:
@@ -396,33 +411,45 @@ class _LayerBuffers:
             if wanted not in self._holds and wanted < len(self._layout.layers):
                 self._fetch(wanted)
         at = self._holds.index(number)
+        self._sent[at] = False
         self._filled[at].wait()
         return self._stacks[at]
 
+    def sent(self, number: int) -> None:
+        """All that reads the staged layer has been sent, unless it is staged again."""
+        at = self._holds.index(number)
+        self._sent[at] = True
+        self._read[at].record()
+
     def blocks(self) -> list[Tensor]:
         """Places for single experts, in both buffers, which hold no layer from now on."""
-        self._holds = [None, None]
+        self._holds, self._sent = [None, None], [False, False]
         return [block for memory in self._memory for block in memory.view(self._layout.num_experts, -1)]
 
     def fetch_expert(self, layer: int, expert: int, place: Tensor) -> None:
-        """One expert, uint8 [block_bytes], on the current stream."""
+        """One expert, uint8 [block_bytes], on the current stream. A buffer's last readers are no longer known then."""
+        self._sent = [False, False]
         self.num_experts += 1
         self._arena.copy_to(place, (layer * self._layout.num_experts + expert) * self._layout.block_bytes)
 
     @contextmanager
-    def copying(self, done: torch.cuda.Event) -> Iterator[None]:
-        """Copies go to their own stream, behind all that was sent; `done` follows them."""
-        self._copies.wait_stream(torch.cuda.current_stream())
+    def copying(self, done: torch.cuda.Event, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Copies go to their own stream, behind all that was sent, or behind `after`; `done` follows them."""
+        if after is None:
+            self._copies.wait_stream(torch.cuda.current_stream())
+        else:
+            self._copies.wait_event(after)
         with torch.cuda.stream(self._copies):
             yield
             done.record()
 
     def _fetch(self, number: int) -> None:
-        """Into the buffer whose layer has been sent all its work before this one's."""
+        """Into the buffer whose layer has been sent all its work before this one's: as soon as that is done, while
+        attention of the layer between still computes."""
         at = number % 2
         self._holds[at] = number
         self.num_layers += 1
-        with self.copying(self._filled[at]):
+        with self.copying(self._filled[at], self._read[at] if self._sent[at] else None):
             self._arena.copy_to(self._memory[at], number * self._layout.layer_bytes)
 
 

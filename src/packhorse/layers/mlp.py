@@ -21,7 +21,7 @@ class Mlp:
 class Moe:
     """weights: `gate` (router, fp32), `experts.gate_up_proj` [E, 2 I, H], `experts.down_proj` [E, H, I], and
     with a shared expert `shared_expert` (an Mlp's) and `shared_expert_gate`. Where the experts are fetched when they
-    are asked for, `experts.few(ids)` finds those that few tokens need."""
+    are asked for, `experts.few(ids)` finds those that few tokens need, and `experts.sent()` lets go of them."""
 
     def __init__(self, facts: MoeFacts, exact: bool) -> None:
         self.facts = facts
@@ -36,6 +36,8 @@ class Moe:
         else:
             matrices = weights.experts.gate_up_proj, weights.experts.down_proj
             out = dispatch.expert_mix(x, share, experts, *matrices, exact=self.exact)
+            if hasattr(weights.experts, "sent"):
+                weights.experts.sent()
         if self.facts.shared_dim:
             gate = weights.shared_expert_gate(x).float().sigmoid()
             out = out + gate * self.shared(x, weights.shared_expert).float()
