@@ -213,13 +213,15 @@ def test_warming_up_runs_each_kind_of_shape(sequences, monkeypatch):
     assert not engine.store.stats.entries
 
 
-def test_room_is_made_before_the_store_brings_anything_back(monkeypatch):
+def test_room_is_made_before_the_store_takes_pages(monkeypatch):
+    """What was lent, pages among it, is free again before any of it is used, by what the store brings back too."""
     engine = make_engine(tiny_model("qwen3", True))
+    assert engine.store.before_taking == engine.runner.make_room
     calls = []
-    true_open = engine.store.open
-    monkeypatch.setattr(engine.runner, "make_room", lambda: calls.append("room"))
+    true_allocate = engine.store._pages.allocate
+    monkeypatch.setattr(engine.store, "before_taking", lambda: calls.append("room"))
     monkeypatch.setattr(
-        engine.store, "open", lambda *args, **more: (calls.append("open"), true_open(*args, **more))[1]
+        engine.store._pages, "allocate", lambda *args: (calls.append("take"), true_allocate(*args))[1]
     )
     ask(engine, STREAMS[0][:100], max_tokens=2)
-    assert calls[:2] == ["room", "open"]
+    assert calls == ["room", "take"]

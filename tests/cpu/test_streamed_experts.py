@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import store_model
 from packhorse.core.formats import PACKED
 from packhorse.engine import experts as module
 from packhorse.engine.experts import HOST, FetchedExperts, StreamedExperts
 from packhorse.kernels.experts.cuda import ExpertTable
 from packhorse.models.experts import ExpertBlocks, ExpertLayout
 from packhorse.quant.packed import aligned_bytes
+from packhorse.server import metrics
 
 FORM = PACKED["int4-g32"]
 LAYERS, EXPERTS, TOP_K = 6, 12, 4
@@ -110,6 +113,19 @@ def model_of(arena: Arena) -> SimpleNamespace:
     return SimpleNamespace(experts=ExpertBlocks(LAYOUT, arena.bytes), device="cpu", weights=weights)
 
 
+def decode_step(experts: StreamedExperts, rng: np.random.Generator, arena: Arena) -> int:
+    """A step in which slots are NaN as soon as their expert has left; how many experts it missed."""
+    experts.begin_step()
+    rows = experts._updates._rows
+    for address in rows[rows[:, 1] >= 0, 2].tolist():
+        ctypes.memset(address, 0xFF, SIZE)
+    experts.in_step()
+    missed = sum(step_layer(experts.table, layer, chosen_experts(rng), arena) for layer in range(LAYERS))
+    experts.end_step()
+    experts.after_step()
+    return missed
+
+
 def chosen_experts(rng: np.random.Generator) -> list[int]:
     wanted = 1 / np.arange(1, EXPERTS + 1)
     return sorted(rng.choice(EXPERTS, size=TOP_K, replace=False, p=wanted / wanted.sum()).tolist())
@@ -139,27 +155,66 @@ def test_every_address_holds_its_expert(share, card):
                     stacks, LAYOUT.stacks(arena.bytes[start:][: LAYOUT.layer_bytes]), strict=True
                 ):
                     assert torch.equal(got.data, want.data)
-        experts.begin_step()
-        rows = experts._updates._rows
-        for address in rows[rows[:, 1] >= 0, 2].tolist():
-            ctypes.memset(address, 0xFF, SIZE)
-        experts.in_step()
-        here = bool(experts.cache.lent.any()) and experts._guests._here is not None
-        for layer in range(LAYERS):
-            missed[here] += step_layer(experts.table, layer, chosen_experts(rng), arena)
-        experts.end_step()
-        experts.after_step()
+        number = decode_step(experts, rng, arena)
+        missed[bool(experts._guests.count)] += number
         most = max(most, int(experts.cache.lent.sum()))
         few = experts.few(step % LAYERS, torch.tensor([0]))
         for expert in range(EXPERTS):
             address = int(few.address[0, expert])
             assert ctypes.string_at(address, SIZE) == expert_bytes(arena, step % LAYERS, expert)
     if share < 1:
-        assert experts.cache.stats.fills > 30 and missed[False] > 0
+        assert experts.cache.evictions > 30 and missed[False] > 0
         # Two buffers, what was lent and what the allocator held free all had guests.
         assert most > 2 * EXPERTS
     else:
         assert missed == {True: 0, False: 0}
+
+
+def test_idle_pages_hold_experts_until_pages_are_taken(card, monkeypatch):
+    """Sequences open, grow, end and leave prefixes behind while experts come and go: no page is handed out while it
+    is lent, none that anybody holds is written to, and no expert is read from a page that is poisoned."""
+    monkeypatch.setattr(module, "QUIET_STEPS", 2)
+    rng, arena = np.random.default_rng(5), Arena()
+    experts = StreamedExperts(model_of(arena), arena, LAYERS * (module.SPARES + 1))
+    store = store_model.make_store(page_len=64, num_pages=40, sequences=3)
+    pages = [store.layer_memory(layer).pages for layer in store.geometry.full_layers]
+    for layer in store.geometry.full_layers:
+        experts.lend(partial(store.idle_pages, layer))
+    true_allocate = store._pages.allocate
+
+    def leave() -> None:
+        experts.make_room()
+        for memory in pages:
+            memory[store._pages.tail.start :] = 0xFF
+
+    def allocate(count: int, after: int | None = None) -> list[int]:
+        assert not experts.cache.lent.any() and experts._guests._places is None
+        return true_allocate(count, after)
+
+    store.before_taking = leave
+    monkeypatch.setattr(store._pages, "allocate", allocate)
+    live: list = []
+    in_pages, opened = [], 0
+    for _ in range(450):
+        if rng.random() < 0.07:
+            prompt = [int(rng.integers(6))] * 64 * int(rng.integers(1, 8)) + rng.integers(9, size=3).tolist()
+            sequence = store.open(prompt, len(prompt) + int(rng.integers(1, 400)))
+            if sequence is not None:
+                opened += 1
+                store_model.prefill(store, sequence)
+                live.append(sequence)
+        for sequence in [s for s in live if s.position == len(s.page_ids) * 64 or rng.random() < 0.01]:
+            live.remove(sequence)
+            store.close(sequence)
+        if live:
+            store_model.run_step(store, [(sequence, [int(rng.integers(9))]) for sequence in live])
+        decode_step(experts, rng, arena)
+        address = experts.table.address
+        in_pages.append(
+            sum(int(((address >= m.data_ptr()) & (address < m.data_ptr() + m.numel())).sum()) for m in pages)
+        )
+    assert opened > 12 and store.stats.evicted_entries > 0
+    assert max(in_pages) > 12 and 0 in in_pages[100:]
 
 
 @pytest.mark.parametrize("num_slots", [2, 5, 60])
@@ -173,5 +228,12 @@ def test_fetched_experts_are_those_that_were_asked_for(num_slots, card):
         table = model.weights.layer(layer).mlp.experts.few(torch.tensor([ids]))
         for expert in ids:
             assert ctypes.string_at(int(table.address[0, expert]), SIZE) == expert_bytes(arena, layer, expert)
-    assert (experts.hits > 0) == (num_slots == 60)
-    assert experts.hits + experts.misses == (0 if num_slots == 2 else 200 * TOP_K)
+    counts = experts.counts
+    assert (counts["missed"] < counts["used"]) == (num_slots == 60)
+    assert counts["used"] == (0 if num_slots == 2 else 200 * TOP_K)
+    assert experts.held["slots"] == counts["kept"] - counts["left"] <= num_slots
+    assert experts.link_bytes["decode"] == counts["missed"] * SIZE
+    samples = [sample for metric in metrics._experts(experts) for sample in metric.samples]
+    values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    assert values["packhorse_experts_total", "missed"] == counts["missed"]
+    assert values["packhorse_experts_on_card", "slots"] == experts.held["slots"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 from packhorse.core.units import MIB
+from packhorse.engine.experts import FetchedExperts, StreamedExperts
 from packhorse.engine.heap import give_back_freed
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
@@ -36,8 +37,8 @@ class Engine:
 
     window: tokens one request may hold. detokenizer: makes a fresh one for each request. eos_ids: end every
     answer, unless the request says otherwise. sweep_len: tokens of a sweep, 0 for none; prompts with more than
-    tail_len tokens to read are swept. max_decode_gap: seconds between two tokens of an answer meanwhile. clock:
-    seconds.
+    tail_len tokens to read are swept. max_decode_gap: seconds between two tokens of an answer meanwhile. experts:
+    where routed experts are that lie in host memory. clock: seconds.
     """
 
     def __init__(
@@ -53,10 +54,14 @@ class Engine:
         sweep_len: int = 0,
         tail_len: int = TAIL_LEN,
         max_decode_gap: float = 0.25,
+        experts: StreamedExperts | FetchedExperts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.store = store
+        self.experts = experts
+        # Idle pages, and working memory, which what the store brings back passes through, as the rows that follow do.
+        store.before_taking = runner.make_room
         self.window = min(window, store.capacity)
         self.scheduler = Scheduler(
             sequences,
@@ -213,8 +218,6 @@ class Engine:
         return self._end(sequence, self._outputs[request_id].end(FinishReason.CANCELLED), error)
 
     def _open(self, request: Request) -> StoredSequence | None:
-        # What the store brings back passes through working memory, as the rows that follow do.
-        self.runner.make_room()
         max_len = len(request.token_ids) + request.sampling.max_tokens
         return self.store.open(
             request.token_ids,

@@ -42,6 +42,8 @@ QUIET_STEPS = 16
 """Decode steps without a prompt chunk after which the memory that prompts need is filled with experts."""
 COPIES = 16
 """Experts that are copied beside one decode step, to be there for later ones."""
+ROUND = 8 * COPIES
+"""Experts that are shown to decode steps together, once all of them are there."""
 KEPT_FREE = 128 * MIB
 """Of what the allocator holds free, what is left to decode steps."""
 KEPT_FOR_TIERS = 384 * MIB
@@ -102,8 +104,17 @@ class StreamedExperts:
         were read over the link, those that were kept, and those that left; as of a step ago."""
         used, _, _, host, kept = self._updates.counted()
         size = self.blocks.layout.block_bytes
-        left = self.cache.stats.evictions
-        return {"used": used, "missed": host // size, "kept": kept // size, "left": left}
+        return {
+            "used": used,
+            "missed": host // size,
+            "kept": kept // size,
+            "left": self.cache.evictions,
+        }
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Experts that are on the card now: in slots of their own, and as guests where prompts need the memory."""
+        return {"slots": int((self.cache.slots >= 0).sum()), "guests": self._guests.count}
 
     @property
     def link_bytes(self) -> dict[str, int]:
@@ -159,6 +170,13 @@ class StreamedExperts:
         self._quiet = 0
         self._guests.leave()
 
+    def warm_up(self) -> None:
+        """Between steps: have some guests come and leave, so that all that this loads is there before requests come."""
+        torch.cuda.current_stream().synchronize()
+        while self._guests.invite(self._updates.on_their_way()) and not self._guests.count:
+            pass
+        self.make_room()
+
     def few(self, number: int, ids: Tensor) -> ExpertTable:
         """A table of that layer alone, as it is now, for calls that keep nothing, whatever experts they need."""
         address = self.table.address[number : number + 1] & ~HOST
@@ -176,13 +194,32 @@ class FetchedExperts:
         blocks = model.experts
         assert blocks is not None and blocks.memory.data_ptr() == arena.bytes.data_ptr()
         self.blocks, self.num_slots = blocks, num_slots
-        self.hits = self.misses = 0
+        self._used = self._missed = self._left = 0
         size = blocks.layout.block_bytes
         self._slots = aligned_bytes(num_slots * size, model.device).view(num_slots, size)
         self._buffers = _LayerBuffers(blocks, arena, torch.device(model.device))
         # Slots of (layer, expert), the one used longest ago first.
         self._slot_of: OrderedDict[tuple[int, int], int] = OrderedDict()
         _hand_out(model, self)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """As StreamedExperts.counts, of calls for few tokens; whatever is missed is kept."""
+        return {"used": self._used, "missed": self._missed, "kept": self._missed, "left": self._left}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """As StreamedExperts.held: none are guests."""
+        return {"slots": len(self._slot_of), "guests": 0}
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes of experts that crossed the link: those that few tokens missed, and whole layers."""
+        layout, copied = self.blocks.layout, self._buffers
+        return {
+            "decode": copied.num_experts * layout.block_bytes,
+            "prompts": copied.num_layers * layout.layer_bytes,
+        }
 
     def few(self, number: int, ids: Tensor) -> ExpertTable:
         """A table of that layer in which the experts `ids` are on the card."""
@@ -206,10 +243,11 @@ class FetchedExperts:
 
     def _fetch(self, layer: int, expert: int) -> int:
         slot = self._slot_of.pop((layer, expert), None)
-        self.hits += slot is not None
-        self.misses += slot is None
+        self._used += 1
         if slot is None:
+            self._missed += 1
             full = len(self._slot_of) == self.num_slots
+            self._left += full
             slot = self._slot_of.popitem(last=False)[1] if full else len(self._slot_of)
             # In the order of the stream: what read the slot before has been sent.
             self._buffers.fetch_expert(layer, expert, self._slots[slot])
@@ -300,7 +338,7 @@ class _Updates:
 
 class _Guests:
     """Experts in memory that prompts need, while none is read: the layer buffers, lent regions, and what the allocator
-    holds free. They come by copies and leave at once."""
+    holds free. They come by copies, some at a time, and leave at once."""
 
     def __init__(
         self, table: ExpertTable, cache: ExpertCache, buffers: _LayerBuffers, block_bytes: int
@@ -310,14 +348,66 @@ class _Guests:
         self._row_len, self._block_bytes = table.address.shape[1], block_bytes
         self._cache, self._buffers = cache, buffers
         self.regions: list[Callable[[], Tensor | None]] = []
+        self.kept_free = KEPT_FREE
+        # Places that nobody has been invited to yet; None: not looked for since the last prompt.
+        self._places: list[Tensor] | None = None
         self._free: list[Tensor] = []
         self._coming: tuple[Ints, Ints] | None = None
         self._waiting: list[tuple[list[int], Tensor]] = []
-        self.kept_free = KEPT_FREE
-        self._here: Tensor | None = None
+        # Entries of the table that point at guests.
+        self._here: list[Ints] = []
         self._arrived = torch.cuda.Event()
 
-    def _places(self) -> list[Tensor]:
+    @property
+    def count(self) -> int:
+        """Guests that steps find."""
+        return sum(len(entries) for entries in self._here)
+
+    def invite(self, but: Ints) -> bool:
+        """Copy a few more experts of a round, or, once all of it are there, show them to the next step. but: experts
+        [n, 2] whose entries that step writes. False where nobody more can come."""
+        if self._coming is None:
+            self._waiting = self._next_round(but)
+            if not self._waiting:
+                return False
+        if self._waiting:
+            with self._buffers.copying(self._arrived):
+                for (layer, expert), place in self._waiting[:COPIES]:
+                    self._buffers.fetch_expert(layer, expert, place)
+            del self._waiting[:COPIES]
+        elif self._arrived.query():
+            self._show(but)
+        return True
+
+    def leave(self) -> None:
+        """The memory is needed: entries point at the host copies again, and copies on their way end first."""
+        if self._here:
+            entries = torch.from_numpy(np.concatenate(self._here)).to(self._address.device)
+            self._address.index_copy_(0, entries, self._home[entries])
+        if self._coming is not None:
+            self._arrived.wait()
+        self._coming = self._places = None
+        self._here.clear()
+        self._waiting.clear()
+        self._free.clear()
+        self._cache.lent[:] = False
+
+    def _next_round(self, but: Ints) -> list[tuple[list[int], Tensor]]:
+        """Whom to copy where."""
+        if self._places is None:
+            self._places = self._find_places()
+        places, self._places = self._places[:ROUND], self._places[ROUND:]
+        if not places:
+            return []
+        guests = self._cache.lend(len(places), but)
+        if len(guests) < len(places):  # all are on the card
+            self._places = []
+        if len(guests):
+            starts = [place.data_ptr() for place in places[: len(guests)]]
+            self._coming = guests, np.array(starts, dtype=np.int64)
+        return list(zip(guests.tolist(), places, strict=False))
+
+    def _find_places(self) -> list[Tensor]:
         """All places for an expert, uint8 [block_bytes] each, on 128-byte lines."""
         places = self._buffers.blocks()
         size = max(_PIECE, self._block_bytes + LINE_BYTES)
@@ -330,45 +420,20 @@ class _Guests:
             places += data[: count * self._block_bytes].view(count, self._block_bytes).unbind()
         return places
 
-    def invite(self, but: Ints) -> None:
-        """Copy a few more experts, or, once all are there, show them to the next step."""
-        if self._here is not None:
-            return
-        if self._coming is None:
-            places = self._places()
-            guests = self._cache.lend(len(places), but)
-            starts = [place.data_ptr() for place in places[: len(guests)]]
-            self._coming = guests, np.array(starts, dtype=np.int64)
-            self._waiting = list(zip(guests.tolist(), places, strict=False))
-        if self._waiting:
-            with self._buffers.copying(self._arrived):
-                for (layer, expert), place in self._waiting[:COPIES]:
-                    self._buffers.fetch_expert(layer, expert, place)
-            del self._waiting[:COPIES]
-        elif self._arrived.query():
-            guests, addresses = self._coming
-            # Who got a slot meanwhile, or is about to, stays there; who leaves one goes to the host copy first.
-            taken = self._cache.slots >= 0
-            taken[but[:, 0], but[:, 1]] = True
-            self._cache.lent &= ~taken
-            kept = ~taken[guests[:, 0], guests[:, 1]]
-            numbers = torch.from_numpy((guests[:, 0] * self._row_len + guests[:, 1])[kept])
-            self._here = numbers.to(self._address.device)
-            self._address.index_copy_(
-                0, self._here, torch.from_numpy(addresses[kept]).to(self._address.device)
-            )
-            self._coming = None
-
-    def leave(self) -> None:
-        """The memory is needed: entries point at the host copies again, and copies on their way end first."""
-        if self._here is not None:
-            self._address.index_copy_(0, self._here, self._home[self._here])
-        if self._coming is not None:
-            self._arrived.wait()
-        self._coming = self._here = None
-        self._waiting.clear()
-        self._free.clear()
-        self._cache.lent[:] = False
+    def _show(self, but: Ints) -> None:
+        assert self._coming is not None
+        guests, addresses = self._coming
+        # Who got a slot meanwhile, or is about to, stays there; who leaves one goes to the host copy first.
+        taken = self._cache.slots >= 0
+        taken[but[:, 0], but[:, 1]] = True
+        self._cache.lent &= ~taken
+        kept = ~taken[guests[:, 0], guests[:, 1]]
+        entries = (guests[:, 0] * self._row_len + guests[:, 1])[kept]
+        device = self._address.device
+        values = torch.from_numpy(addresses[kept]).to(device)
+        self._address.index_copy_(0, torch.from_numpy(entries).to(device), values)
+        self._here.append(entries)
+        self._coming = None
 
 
 def _free_pieces(device: torch.device, size: int, kept: int) -> list[Tensor]:
@@ -383,7 +448,10 @@ def _free_pieces(device: torch.device, size: int, kept: int) -> list[Tensor]:
     held = torch.cuda.memory_reserved(device)
     pieces: list[Tensor] = []
     for _ in range(free - ceil_div(kept, size)):
-        pieces.append(torch.empty(size, dtype=torch.uint8, device=device))
+        try:
+            pieces.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            break
         if torch.cuda.memory_reserved(device) > held:  # of another stream's blocks
             pieces.pop()
             break

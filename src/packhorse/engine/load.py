@@ -157,14 +157,19 @@ def _assemble(
         detokenizer=detokenizer,
         sweep_len=sizes.sweep_len,
         max_decode_gap=config.max_decode_gap,
+        experts=experts if isinstance(experts, StreamedExperts | FetchedExperts) else None,
     )
     if isinstance(experts, StreamedExperts):
+        for layer in geometry.full_layers:
+            experts.lend(partial(store.idle_pages, layer))
         if engine.sweeper is not None:
             experts.lend(engine.idle_residuals)
         if store.lower is not None:
             experts.keep_free(KEPT_FOR_TIERS)
     if card is not None:
         warm_up(engine, sizes)
+        if isinstance(experts, StreamedExperts):
+            experts.warm_up()
         card.hold(sizes.workspace_bytes)
     return engine, disk, stepping
 

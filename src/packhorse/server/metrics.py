@@ -14,7 +14,7 @@ from packhorse.core.types import Usage
 from packhorse.server.worker import Status, Worker
 
 if TYPE_CHECKING:
-    from packhorse.engine.experts import StreamedExperts
+    from packhorse.engine.experts import FetchedExperts, StreamedExperts
     from packhorse.engine.session import Session
     from packhorse.store.kv import KVStore
 
@@ -102,9 +102,8 @@ class _Live(Collector):
                 misfits.add_metric([kind], count)
             yield misfits
             yield _bytes(worker.session, stats.pages_free)
-            graphs = worker.session.engine.runner.graphs
-            if graphs is not None and graphs.streamed is not None:
-                yield from _experts(graphs.streamed)
+            if worker.session.engine.experts is not None:
+                yield from _experts(worker.session.engine.experts)
             if store.lower is not None:
                 events = CounterMetricFamily("packhorse_store", "Of the tiers below.", labels=["event"])
                 for name, count in store.lower.events.items():
@@ -154,13 +153,17 @@ def _bytes(session: Session, pages_free: int) -> Metric:
     return gauge
 
 
-def _experts(experts: StreamedExperts) -> Iterator[Metric]:
+def _experts(experts: StreamedExperts | FetchedExperts) -> Iterator[Metric]:
     events = CounterMetricFamily(
         "packhorse_experts", "Experts that decode steps used, missed, kept and dropped.", labels=["event"]
     )
     for name, count in experts.counts.items():
         events.add_metric([name], count)
     yield events
+    held = GaugeMetricFamily("packhorse_experts_on_card", "Experts on the card now.", labels=["where"])
+    for name, count in experts.held.items():
+        held.add_metric([name], count)
+    yield held
     link = CounterMetricFamily("packhorse_link_bytes", "Experts over the card's link.", labels=["by"])
     for name, size in experts.link_bytes.items():
         link.add_metric([name], size)

@@ -18,17 +18,6 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-@dataclass
-class ExpertStats:
-    """Counts since construction. hits, misses: experts that a step used, each once a layer and step. fills:
-    misses that were kept. evictions: experts that gave up their slot."""
-
-    hits: int = 0
-    misses: int = 0
-    fills: int = 0
-    evictions: int = 0
-
-
 @dataclass(frozen=True)
 class Changes:
     """What must be written on the device between two steps, in this order.
@@ -45,19 +34,20 @@ class ExpertCache:
     """Least recently used experts give way, over all layers, so layers share one budget of slots.
 
     At the start the slots hold the same share of each layer's experts. Every layer keeps `spares` slots free to
-    be filled in a step, so num_slots must be more than num_layers * spares.
+    be filled in a step, so num_slots must be num_layers * spares or more. evictions: experts that gave up their slot
+    since construction.
     """
 
     def __init__(self, num_layers: int, num_experts: int, num_slots: int, spares: int) -> None:
         held = num_slots - num_layers * spares
         assert held >= 0 and num_slots <= num_layers * num_experts + num_layers * spares
         self.num_layers, self.num_experts = num_layers, num_experts
-        self.stats = ExpertStats()
+        self.evictions = 0
         self._step = 0
         self._last_use = np.zeros((num_layers, num_experts), dtype=np.int64)
         # Slot of each expert, -1 for none: layer after layer takes its next expert until the slots are gone.
         self.slots: Ints = np.full((num_layers, num_experts), -1, dtype=np.int64)
-        # Experts that lie on the card elsewhere for a while: hits that own no slot and give none up.
+        # Experts that lie on the card elsewhere for a while: they own no slot and give none up.
         self.lent = np.zeros((num_layers, num_experts), dtype=bool)
         at = np.arange(held)
         self.slots[at % num_layers, at // num_layers] = at
@@ -74,20 +64,16 @@ class ExpertCache:
         used = np.zeros_like(self._last_use, dtype=bool)
         real = routed >= 0
         used[layers[real], routed[real]] = True
-        resident = (self.slots >= 0) | self.lent
-        self.stats.hits += int((used & resident).sum())
-        self.stats.misses += int((used & ~resident).sum())
         self._last_use[used] = self._step
 
         layer, place = np.nonzero(filled >= 0)
         expert = filled[layer, place]
         assert (self.slots[layer, expert] < 0).all(), "an expert was filled that has a slot"
         self.slots[layer, expert] = self.spares[layer, place]
-        self.stats.fills += len(layer)
         victims = self._oldest(len(layer))
         freed = self.slots[victims[:, 0], victims[:, 1]]
         self.slots[victims[:, 0], victims[:, 1]] = -1
-        self.stats.evictions += len(victims)
+        self.evictions += len(victims)
         self.spares[layer, place] = freed
         return Changes(victims, np.stack((layer, place, freed), axis=1))
 

@@ -9,7 +9,7 @@ preempted. Used from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from packhorse.core.errors import DoesNotFitError, UsageError
-from packhorse.core.protocols import DeltaState, KVView, Segment
+from packhorse.core.protocols import KVView
 from packhorse.core.types import Span
 from packhorse.core.units import ceil_div
 from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
-from packhorse.quant.codec import CodecPages, Fp8Pages
+from packhorse.quant.codec import Fp8Pages
 from packhorse.store import resume
 from packhorse.store.durable import DurableStore
 from packhorse.store.evict import LeafQueue, thinnable
@@ -32,6 +32,7 @@ from packhorse.store.resume import Resumable
 from packhorse.store.snapshots import StateSlots, WantedSnapshot, wanted_positions
 from packhorse.store.tier import ComputeTier, StoreGeometry
 from packhorse.store.transfer import copy_layer_state, copy_state, zero_state
+from packhorse.store.views import Fragment, PagesView, StateView, Step
 
 SEGMENT_LEN = 8192
 """Tokens of a KV segment at most: attention's workspace grows with it, the number of merges falls."""
@@ -79,15 +80,6 @@ class _Counters:
     skipped_snapshots: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Fragment:
-    """Tokens start .. start + length of a sequence, read at once. page_ids: a range where consecutive."""
-
-    start: int
-    length: int
-    page_ids: Sequence[int]
-
-
 @dataclass(eq=False)
 class StoredSequence:
     """An open sequence: the engine reads `slot`, `cached_len`, `position`, `token_ids` and `boundary_after`.
@@ -106,7 +98,7 @@ class StoredSequence:
     token_ids: list[int]
     encoded: bytearray = field(repr=False)
     page_ids: list[int] = field(repr=False)
-    fragments: list[_Fragment] = field(repr=False)
+    fragments: list[Fragment] = field(repr=False)
     wanted: list[WantedSnapshot]
     tip: Entry = field(repr=False)
     clock: int
@@ -137,6 +129,8 @@ class KVStore:
     for reuse. snapshot_len: their absolute grid, in tokens. exact: segments of a fixed shape, and room for
     pending rows. segment_len: None takes this module's default. poison: free memory is NaN (tests). secret:
     keys the hash chain. seed: hashed into every chain, what the pages are of.
+
+    before_taking, an attribute: called before pages are taken, so that who was lent `idle_pages` leaves them.
 
     Raises UsageError where a page is longer than a segment may be.
     """
@@ -183,6 +177,7 @@ class KVStore:
         )
         self._bound = {i: geometry.codec.bind(self._tier.pages(i)) for i in geometry.full_layers}
         self._pages = PageAllocator(num_pages)
+        self.before_taking: Callable[[], None] | None = None
         self._tree = PrefixTree(page_len, secret, seed)
         self.lower: LowerTiers | None = None
         self._leaves = LeafQueue(self._tree)
@@ -249,6 +244,12 @@ class KVStore:
             return LayerMemory(self._tier.pages(layer), misfits, None, None)
         return LayerMemory(None, None, *self._tier.delta_pool(layer))
 
+    def idle_pages(self, layer: int) -> Tensor | None:
+        """A full-attention layer's pages at the pool's end that nobody holds, uint8 [n, page_bytes]: of whoever asks
+        until `before_taking` is called. None where there are none."""
+        tail = self._pages.tail
+        return self._tier.pages(layer)[tail.start :] if tail else None
+
     @property
     def kv_misfits(self) -> dict[str, int]:
         """Values written that their codec could not hold as they were, by kind, over all layers; a codec that
@@ -311,6 +312,8 @@ class KVStore:
         self._clock += 1
         self._tree.pin(tip)
         self._tree.touch(tip, self._clock)
+        if self.before_taking is not None:
+            self.before_taking()
         while self._pages.num_free < missing:
             assert self._evict_leaf(), "admission counted pages that cannot be evicted"
         self._pages.share(reused)
@@ -359,7 +362,7 @@ class KVStore:
         change recurrent state in place, so a sequence that has it must be closed or rewound after a failed
         step.
         """
-        step = _Step(spans)
+        step = Step(spans)
         reached: dict[int, int] = {}
         for span in spans:
             sequence = self._open[span.slot]
@@ -377,9 +380,9 @@ class KVStore:
             step.fragments[span.slot] = sequence.fragments
         layers = range(len(self.geometry.layer_kinds))
         return [
-            _PagesView(step, self._bound[i], self.geometry.codec.format.rotated)
+            PagesView(step, self._bound[i], self.geometry.codec.format.rotated)
             if i in self._bound
-            else _StateView(step, self._tier.delta_states(i))
+            else StateView(step, self._tier.delta_states(i))
             for i in layers
         ]
 
@@ -553,7 +556,7 @@ class KVStore:
         else:
             copy_state(self._tier, tip.snapshot, self._tier, slot)
 
-    def _fragments(self, page_ids: Sequence[int]) -> list[_Fragment]:
+    def _fragments(self, page_ids: Sequence[int]) -> list[Fragment]:
         """`page_ids` cut at absolute multiples of the segment length, and where they are not consecutive.
 
         In exact mode cuts depend on positions alone, so a segment of several runs is gathered.
@@ -567,7 +570,7 @@ class KVStore:
                 runs = [segment]
             start = first * self.page_len
             for run in runs:
-                fragments.append(_Fragment(start, len(run) * self.page_len, run))
+                fragments.append(Fragment(start, len(run) * self.page_len, run))
                 start += len(run) * self.page_len
         return fragments
 
@@ -708,79 +711,3 @@ class KVStore:
     def _poison_state(self, slot: int) -> None:
         if self._poison:
             self._tier.poison_state(slot)
-
-
-class _Step:
-    """What all layer views of one step share.
-
-    targets: by row of a span, the pages it writes and its place in them. fragments: by slot.
-    """
-
-    __slots__ = ("fragments", "spans", "targets")
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.spans = spans
-        self.targets: dict[int, tuple[Sequence[int], int]] = {}
-        self.fragments: dict[int, list[_Fragment]] = {}
-
-
-class _LayerView:
-    """A `KVView` of one layer; what the layer's kind does not have is an AssertionError."""
-
-    __slots__ = ("_step",)
-
-    def __init__(self, step: _Step) -> None:
-        self._step = step
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        return self._step.spans
-
-    @property
-    def rotated(self) -> bool:
-        raise AssertionError("a linear layer has no pages")
-
-    def write(self, span: Span, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("a linear layer has no pages")
-
-    def segments(self, span: Span, stop: int) -> Iterator[Segment]:
-        raise AssertionError("a linear layer has no pages")
-
-    def state(self, span: Span) -> DeltaState:
-        raise AssertionError("a full-attention layer has no recurrent state")
-
-
-class _PagesView(_LayerView):
-    __slots__ = ("_pages", "_rotated")
-
-    def __init__(self, step: _Step, pages: CodecPages, rotated: bool) -> None:
-        super().__init__(step)
-        self._pages = pages
-        self._rotated = rotated
-
-    @property
-    def rotated(self) -> bool:
-        return self._rotated
-
-    def write(self, span: Span, k: Tensor, v: Tensor) -> None:
-        page_ids, start = self._step.targets[span.row]
-        self._pages.write(page_ids, start, k, v)
-
-    def segments(self, span: Span, stop: int) -> Iterator[Segment]:
-        for fragment in self._step.fragments[span.slot]:
-            length = stop - fragment.start
-            if length <= 0:
-                return
-            k, v = self._pages.read(fragment.page_ids, 0, min(length, fragment.length))
-            yield Segment(fragment.start, k, v)
-
-
-class _StateView(_LayerView):
-    __slots__ = ("_states",)
-
-    def __init__(self, step: _Step, states: list[DeltaState]) -> None:
-        super().__init__(step)
-        self._states = states
-
-    def state(self, span: Span) -> DeltaState:
-        return self._states[span.slot]

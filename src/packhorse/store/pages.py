@@ -2,10 +2,11 @@
 
     id      0   1   2   3   4   5   6   7   8   9
           [ A   A   A ][ . ][ B   B ][ .   .   .   . ]      A, B: holders;  .: free
-    free runs: 3 (1 page, class 0), 6 (4 pages, class 2)
+    free runs: 3 (1 page), 6 (4 pages, the tail)
 
 A sequence takes all the pages of its worst case at once, so nobody who runs ever lacks a page. Runs of
-consecutive ids are preferred, because the codec reads those without gathering.
+consecutive ids are preferred, because the codec reads those without gathering, and low ids, so that the tail
+stays free for other uses.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def consecutive_runs(page_ids: Sequence[int]) -> list[range]:
 class PageAllocator:
     """Pages 0 .. num_pages with a reference count each.
 
-    A page is free while nobody holds it. Free pages are kept as maximal runs in classes by size (class c:
-    2^c to 2^(c+1) - 1 pages), so taking and giving back a run costs O(log num_pages).
+    A page is free while nobody holds it. Free pages are kept as maximal runs: giving one back costs O(1), taking
+    pages a look at each run.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -38,20 +39,20 @@ class PageAllocator:
         self._holders = [0] * num_pages
         self._length: dict[int, int] = {}  # first page of a free run -> pages
         self._start: dict[int, int] = {}  # page after a free run -> first page
-        self._classes: list[dict[int, None]] = [{} for _ in range(num_pages.bit_length())]
         if num_pages:
             self._add_run(0, num_pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` free pages, each with one holder; the caller has seen that so many are free.
 
-        In order of preference: the run that follows page `after`; any one run; the fewest large runs.
+        In order of preference: the run that follows page `after`; the lowest that is long enough; the longest.
         """
         assert 0 <= count <= self.num_free, f"{count} pages asked, {self.num_free} free"
         taken: list[int] = []
-        while len(taken) < count:
+        for start in self._choose_runs(count, None if after is None else after + 1):
             missing = count - len(taken)
-            start = self._choose_run(missing, None if after is None or taken else after + 1)
+            if not missing:
+                break
             length = self._length[start]
             self._remove_run(start)
             used = min(length, missing)
@@ -87,24 +88,25 @@ class PageAllocator:
         """How many hold this page."""
         return self._holders[page]
 
+    @property
+    def tail(self) -> range:
+        """The free pages at the end, maybe none."""
+        return range(self._start.get(self.num_pages, self.num_pages), self.num_pages)
+
     def free_runs(self) -> list[range]:
         """The maximal runs of free pages, in ascending order."""
         return [range(start, start + length) for start, length in sorted(self._length.items())]
 
-    def _choose_run(self, count: int, wanted: int | None) -> int:
-        if wanted is not None and self._length.get(wanted, 0) >= count:
-            return wanted
-        for runs in self._classes[(count - 1).bit_length() :]:  # every run here is long enough
-            if runs:
-                return next(reversed(runs))
-        own = self._classes[count.bit_length() - 1]
-        if own:
-            last = next(reversed(own))
-            if self._length[last] >= count:
-                return last
-        if wanted is not None and wanted in self._length:
-            return wanted
-        return next(next(reversed(runs)) for runs in reversed(self._classes) if runs)
+    def _choose_runs(self, count: int, wanted: int | None) -> list[int]:
+        """Where the runs begin that `count` pages are to be taken from, in order."""
+        long = [start for start, length in self._length.items() if length >= count]
+        first: list[int] = []
+        if wanted is not None and self._length.get(wanted, 0) >= (count if long else 1):
+            first = [wanted]
+        if long:
+            return first or [min(long)]
+        others = sorted(self._length, key=lambda start: (-self._length[start], start))
+        return first + [start for start in others if start != wanted]
 
     def _free_run(self, start: int, length: int) -> None:
         before = self._start.get(start)
@@ -121,9 +123,7 @@ class PageAllocator:
     def _add_run(self, start: int, length: int) -> None:
         self._length[start] = length
         self._start[start + length] = start
-        self._classes[length.bit_length() - 1][start] = None
 
     def _remove_run(self, start: int) -> None:
         length = self._length.pop(start)
         del self._start[start + length]
-        del self._classes[length.bit_length() - 1][start]

@@ -1,0 +1,101 @@
+"""What the layers of a model see of the store during one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from packhorse.core.protocols import DeltaState, Segment
+from packhorse.core.types import Span
+from packhorse.quant.codec import CodecPages
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Tokens start .. start + length of a sequence, read at once. page_ids: a range where consecutive."""
+
+    start: int
+    length: int
+    page_ids: Sequence[int]
+
+
+class Step:
+    """What all layer views of one step share.
+
+    targets: by row of a span, the pages it writes and its place in them. fragments: by slot.
+    """
+
+    __slots__ = ("fragments", "spans", "targets")
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
+        self.targets: dict[int, tuple[Sequence[int], int]] = {}
+        self.fragments: dict[int, list[Fragment]] = {}
+
+
+class _LayerView:
+    """A `KVView` of one layer; what the layer's kind does not have is an AssertionError."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        return self._step.spans
+
+    @property
+    def rotated(self) -> bool:
+        raise AssertionError("a linear layer has no pages")
+
+    def write(self, span: Span, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("a linear layer has no pages")
+
+    def segments(self, span: Span, stop: int) -> Iterator[Segment]:
+        raise AssertionError("a linear layer has no pages")
+
+    def state(self, span: Span) -> DeltaState:
+        raise AssertionError("a full-attention layer has no recurrent state")
+
+
+class PagesView(_LayerView):
+    """Of a full-attention layer."""
+
+    __slots__ = ("_pages", "_rotated")
+
+    def __init__(self, step: Step, pages: CodecPages, rotated: bool) -> None:
+        super().__init__(step)
+        self._pages = pages
+        self._rotated = rotated
+
+    @property
+    def rotated(self) -> bool:
+        return self._rotated
+
+    def write(self, span: Span, k: Tensor, v: Tensor) -> None:
+        page_ids, start = self._step.targets[span.row]
+        self._pages.write(page_ids, start, k, v)
+
+    def segments(self, span: Span, stop: int) -> Iterator[Segment]:
+        for fragment in self._step.fragments[span.slot]:
+            length = stop - fragment.start
+            if length <= 0:
+                return
+            k, v = self._pages.read(fragment.page_ids, 0, min(length, fragment.length))
+            yield Segment(fragment.start, k, v)
+
+
+class StateView(_LayerView):
+    """Of a linear layer. states: by slot."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, step: Step, states: list[DeltaState]) -> None:
+        super().__init__(step)
+        self._states = states
+
+    def state(self, span: Span) -> DeltaState:
+        return self._states[span.slot]
