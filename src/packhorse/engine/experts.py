@@ -495,8 +495,7 @@ class _LayerBuffers:
         return [block for memory in self._memory for block in memory.view(self._layout.num_experts, -1)]
 
     def fetch_expert(self, layer: int, expert: int, place: Tensor) -> None:
-        """One expert, uint8 [block_bytes], on the current stream. A buffer's last readers are no longer known then."""
-        self._sent = [False, False]
+        """One expert, uint8 [block_bytes], on the current stream."""
         self.num_experts += 1
         self._arena.copy_to(place, (layer * self._layout.num_experts + expert) * self._layout.block_bytes)
 
