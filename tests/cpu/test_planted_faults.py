@@ -62,7 +62,7 @@ def snapshot_not_restored(model: Model, patch: Patch) -> None:
 
 def page_dropped(model: Model, patch: Patch) -> None:
     """Positions 64 .. 128 of every later read are zeros."""
-    real = kv._PagesView.segments
+    real = kv.PagesView.segments
 
     def segments(self, span, stop):
         for start, k, v in real(self, span, stop):
@@ -71,11 +71,11 @@ def page_dropped(model: Model, patch: Patch) -> None:
             v[64 - start : 128 - start] = 0
             yield Segment(start, k, v)
 
-    patch.setattr(kv._PagesView, "segments", segments)
+    patch.setattr(kv.PagesView, "segments", segments)
 
 
 def pages_swapped(model: Model, patch: Patch) -> None:
-    real = kv._PagesView.segments
+    real = kv.PagesView.segments
 
     def segments(self, span, stop):
         for start, k, v in real(self, span, stop):
@@ -84,7 +84,7 @@ def pages_swapped(model: Model, patch: Patch) -> None:
                 order[:128] = order[:128].roll(64)
             yield Segment(start, k[order], v[order])
 
-    patch.setattr(kv._PagesView, "segments", segments)
+    patch.setattr(kv.PagesView, "segments", segments)
 
 
 def experts_swapped(model: Model, patch: Patch) -> None:
