@@ -83,6 +83,13 @@ def card_arch(device: torch.device | int) -> int:
     )
 
 
+def has_type(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of our own work with values of `dtype` there: 16 bits on a card, bf16 from 8.0 on."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return dtype == torch.float16 or card_arch(device) >= 80
+
+
 @cache
 def _native_arch(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
