@@ -80,3 +80,14 @@ __device__ __forceinline__ void let_next_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
+
+// x as the activations' type; what it cannot hold becomes its largest value and is counted.
+__device__ __forceinline__ unsigned short to_act(float x, u64* saturated) {
+    if (fabsf(x) > Act::MAX) {
+        atomicAdd(saturated, 1ull);
+        x = copysignf(Act::MAX, x);
+    }
+    return Act::bits(x);
+}

@@ -493,14 +493,3 @@ __device__ __forceinline__ void put_sums(float* to, int lane, const float (&acc)
         for (int e = 0; e < 4; e++)
             to[(8 * n + 2 * t + (e & 1)) * TOKEN_FLOATS + g + 8 * (e >> 1)] = acc[n][e] * SUM_FACTOR;
 }
-
-__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
-
-// x as the activations' type; what it cannot hold becomes its largest value and is counted.
-__device__ __forceinline__ unsigned short to_act(float x, u64* saturated) {
-    if (fabsf(x) > Act::MAX) {
-        atomicAdd(saturated, 1ull);
-        x = copysignf(Act::MAX, x);
-    }
-    return Act::bits(x);
-}

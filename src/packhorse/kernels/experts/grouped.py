@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packhorse.kernels.experts import combine as card
 from packhorse.kernels.experts.ref import swiglu
 
 Matrices = Callable[[int, int], Tensor]
@@ -33,10 +34,12 @@ def grouped_mix(
     experts' rank.
     """
     top_k = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)
-    ends = torch.bincount(experts.flatten(), minlength=num_experts).cumsum(0).to(torch.int32)
+    ranked, order = experts.flatten().sort(stable=True)
+    # Rows of the experts up to each: found in their order, the host waits for nothing.
+    ends = torch.searchsorted(ranked, torch.arange(1, num_experts + 1, device=x.device, dtype=ranked.dtype))
+    ends = ends.to(torch.int32)
     rows = x[order // top_k]
-    parts = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
+    on_card = card.fits(x, x.shape[1])
     bounds = [0] * num_experts if group >= num_experts else ends.tolist()
     for first in range(0, num_experts, group):
         last = min(first + group, num_experts)
@@ -45,10 +48,22 @@ def grouped_mix(
         if begin < end:
             offsets = ends[first:last] - begin
             hidden = F.grouped_mm(rows[begin:end], gate_up(first, last).transpose(1, 2), offs=offsets)
-            result = F.grouped_mm(swiglu(hidden, x.dtype), down(first, last).transpose(1, 2), offs=offsets)
-            parts[order[begin:end]] = result.float()
-    ranked = parts.view(-1, top_k, x.shape[1])
-    out = ranked[:, 0] * weights[:, :1]
-    for rank in range(1, top_k):
-        out += ranked[:, rank] * weights[:, rank : rank + 1]
+            half = hidden.shape[1] // 2
+            inner = card.swiglu(hidden) if card.fits(hidden, half) else swiglu(hidden, x.dtype)
+            # A group's rows are done with: its results take their place.
+            result = F.grouped_mm(inner, down(first, last).transpose(1, 2), offs=offsets)
+            if group >= num_experts:
+                rows = result
+            else:
+                rows[begin:end] = result
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    places = places.view(-1, top_k)
+    return card.combine(rows, places, weights) if on_card else ranked_sum(rows, places, weights)
+
+
+def ranked_sum(results: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Sum over ranks k of weights[t, k] * results[places[t, k]], by rank: results [R, H] -> [T, H] fp32."""
+    out = results[places[:, 0]].float() * weights[:, :1]
+    for rank in range(1, places.shape[1]):
+        out += results[places[:, rank]].float() * weights[:, rank : rank + 1]
     return out
