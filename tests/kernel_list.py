@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch
 
 from packhorse.core.formats import PACKED
+from packhorse.kernels.attention import merge
 from packhorse.kernels.attention.cuda import PagedAttention
+from packhorse.kernels.conv import cuda as conv
 from packhorse.kernels.cuda.nvrtc import Target, Variant
 from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import cuda as delta
+from packhorse.kernels.experts import combine
 from packhorse.kernels.experts import cuda as experts
 from packhorse.kernels.experts.cuda import ExpertFills, ExpertTable
 from packhorse.kernels.linear import cuda as linear
 from packhorse.kernels.linear import dense, gather, unpack
 from packhorse.kernels.norm import cuda as norm
+from packhorse.kernels.norm import heads
 
 ARCHS = (75, 80, 86, 89, 90, 120)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -42,7 +46,7 @@ def attention(codec: str, dim: int, dtype: torch.dtype = FP16) -> dict[str, Vari
 
 
 def others(arch: int, dtype: torch.dtype) -> list[Variant]:
-    """What has no format: dense products, norms, the delta rule."""
+    """What has no format: dense products, norms, the delta rule, and what prompts need between products."""
     return [
         dense.variant(FP32, dtype, 16),
         dense.variant(dtype, dtype, 1),
@@ -50,6 +54,12 @@ def others(arch: int, dtype: torch.dtype) -> list[Variant]:
         delta.variant(128, 4, dtype),
         *chunk.variants(128, 128, arch),
         gather.VARIANT,
+        merge.variant(dtype),
+        *combine.variants(dtype),
+        conv.variant(4, dtype),
+        heads.variant(dtype, fp32=False, norm=True, gate=None),
+        heads.variant(dtype, fp32=True, norm=True, gate="silu"),
+        heads.variant(dtype, fp32=True, norm=False, gate="sigmoid"),
     ]
 
 

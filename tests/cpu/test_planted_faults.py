@@ -51,8 +51,8 @@ def state_zeroed(model: Model, patch: Patch) -> None:
 
 
 def conv_state_zeroed(model: Model, patch: Patch) -> None:
-    real = delta_net.causal_conv
-    patch.setattr(delta_net, "causal_conv", lambda x, w, state: real(x, w, state.zero_()))
+    real = dispatch.causal_conv
+    patch.setattr(dispatch, "causal_conv", lambda x, w, state: real(x, w, state.zero_()))
 
 
 def snapshot_not_restored(model: Model, patch: Patch) -> None:

@@ -6,14 +6,18 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.core.protocols import Segment
 from packhorse.kernels.attention import flash, ref
+from packhorse.kernels.conv import cuda as conv_cuda
+from packhorse.kernels.conv.ref import causal_conv
 from packhorse.kernels.cuda.launch import card_arch
 from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import ref as delta_ref
 from packhorse.kernels.delta.scan import delta_scan
+from packhorse.kernels.experts import combine
 from packhorse.kernels.experts import cuda as experts_cuda
 from packhorse.kernels.experts import ref as experts_ref
 from packhorse.kernels.experts.grouped import grouped_mix
@@ -22,6 +26,9 @@ from packhorse.kernels.linear import cuda as linear_cuda
 from packhorse.kernels.linear import int4, packed, unpack
 from packhorse.kernels.linear import ref as linear_ref
 from packhorse.kernels.linear.int4 import Int4Weight
+from packhorse.kernels.norm import cuda as norm_cuda
+from packhorse.kernels.norm import heads as norm_heads
+from packhorse.kernels.norm import ref as norm_ref
 from packhorse.quant.packed import PackedTensor
 
 Matrices = Tensor | PackedTensor
@@ -49,6 +56,46 @@ def linear(x: Tensor, weight: Tensor | PackedTensor | Int4Weight, bias: Tensor |
         if linear_cpu.off_grid(x):
             return linear_cpu.grid_product(x, weight, bias)
     return linear_ref.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Norm of rows [T, H] or of heads [T, heads, D], shapes of kernels.norm.ref.rms_norm."""
+    if norm_cuda.fits(x, dtype):
+        out = torch.empty_like(x, dtype=dtype)
+        norm_cuda.residual_norm(x, weight, eps, out)
+        return out
+    if norm_heads.fits(x, None, dtype):
+        return norm_heads.head_rows(x, dtype, weight=weight, eps=eps)
+    return norm_ref.rms_norm(x, weight, eps, dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Norm of heads [T, heads, D] times silu(gate), shapes of kernels.norm.ref.gated_rms_norm."""
+    if norm_heads.fits(x, gate, dtype):
+        return norm_heads.head_rows(x, dtype, weight=weight, eps=eps, gate=gate)
+    return norm_ref.gated_rms_norm(x, gate, weight, eps, dtype)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times sigmoid(gate), shapes of kernels.norm.ref.sigmoid_gate."""
+    if norm_heads.fits(x, gate, dtype):
+        return norm_heads.head_rows(x, dtype, gate=gate, act="sigmoid")
+    return norm_ref.sigmoid_gate(x, gate, dtype)
+
+
+def conv_silu(x: Tensor, weight: Tensor, state: Tensor, out: Tensor) -> None:
+    """out [T, C] fp32 = silu of kernels.conv.ref.causal_conv."""
+    if conv_cuda.fits(x, state):
+        conv_cuda.conv_silu(x, weight, state, out)
+    else:
+        out.copy_(F.silu(causal_conv(x, weight, state)))
+
+
+def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """Shapes of kernels.experts.ref.swiglu."""
+    if gate_up.dtype == dtype and combine.fits(gate_up, gate_up.shape[-1] // 2):
+        return combine.swiglu(gate_up)
+    return experts_ref.swiglu(gate_up, dtype)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:

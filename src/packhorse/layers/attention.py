@@ -9,7 +9,6 @@ from packhorse.core.protocols import KVView, LayerWeights
 from packhorse.facts.model import ModelFacts
 from packhorse.kernels import dispatch
 from packhorse.kernels.attention import ref
-from packhorse.kernels.norm.ref import rms_norm
 from packhorse.layers.rope import Rope
 from packhorse.quant.codec import hadamard
 
@@ -32,8 +31,8 @@ class Attention:
         q = qkv[:, :num_q]
         k, v = qkv[:, -2 * num_kv : -num_kv], qkv[:, -num_kv:]
         if f.qk_norm:
-            q = rms_norm(q, weights.q_norm, f.rms_eps, x.dtype)
-            k = rms_norm(k, weights.k_norm, f.rms_eps, x.dtype)
+            q = dispatch.rms_norm(q, weights.q_norm, f.rms_eps, x.dtype)
+            k = dispatch.rms_norm(k, weights.k_norm, f.rms_eps, x.dtype)
         if gate is None and not f.qk_norm:
             # Still side by side: turn them together.
             q, k = self.rope(qkv[:, : num_q + num_kv], positions).split([num_q, num_kv], dim=1)
@@ -43,9 +42,8 @@ class Attention:
         out = self._attend(hadamard(q) if rotated else q, k, v, kv_view)
         if rotated:
             out = hadamard(out)
-        if gate is not None:
-            out = out * torch.sigmoid(gate.float())
-        return weights.o_proj(out.to(x.dtype).reshape(x.shape[0], num_q * dim))
+        out = out.to(x.dtype) if gate is None else dispatch.sigmoid_gate(out, gate, x.dtype)
+        return weights.o_proj(out.reshape(x.shape[0], num_q * dim))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv_view: KVView) -> Tensor:
         """Write each span's K and V, then attend: [T, Hq, D]. Padding rows, which come last, are zeros."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from packhorse.core.protocols import KVView, LayerWeights
 from packhorse.core.types import LayerKind
 from packhorse.facts.model import ModelFacts
-from packhorse.kernels.norm.ref import rms_norm
+from packhorse.kernels import dispatch
 from packhorse.layers.attention import Attention
 from packhorse.layers.delta_net import DeltaNet
 from packhorse.layers.mlp import Mlp, Moe
@@ -38,9 +38,9 @@ class DecoderLayer:
     def __call__(self, x: Tensor, positions: Tensor, kv_view: KVView, weights: LayerWeights) -> Tensor:
         """x [T, H] fp32 -> [T, H] fp32, a new tensor."""
         mixer_weights = weights.self_attn if self.is_full else weights.linear_attn
-        hidden = rms_norm(x, weights.input_layernorm, self.eps, self.dtype)
+        hidden = dispatch.rms_norm(x, weights.input_layernorm, self.eps, self.dtype)
         x = x + self.mixer(hidden, positions, kv_view, mixer_weights)
-        hidden = rms_norm(x, weights.post_attention_layernorm, self.eps, self.dtype)
+        hidden = dispatch.rms_norm(x, weights.post_attention_layernorm, self.eps, self.dtype)
         return x + self.mlp(hidden, weights.mlp)
 
     def step(self, x: Tensor, step: LayerStep, weights: LayerWeights) -> Tensor:

@@ -10,10 +10,9 @@ from packhorse.core.protocols import DeltaState, KVView, LayerWeights
 from packhorse.core.types import Span
 from packhorse.facts.model import ModelFacts
 from packhorse.kernels import dispatch
-from packhorse.kernels.conv.ref import causal_conv
 from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta.ref import delta_chunk
-from packhorse.kernels.norm.ref import gated_rms_norm, l2_norm
+from packhorse.kernels.norm.ref import l2_norm
 
 
 class DeltaNet:
@@ -34,18 +33,20 @@ class DeltaNet:
         beta = b.sigmoid()
         g = -weights.A_log.exp() * F.softplus(a + weights.dt_bias)
         states = [(slice(s.row, s.row + s.length), s, kv_view.state(s)) for s in kv_view.spans]
-        conv = x.new_zeros(x.shape[0], d.conv_dim, dtype=torch.float32)
+        # Rows behind the spans belong to nobody.
+        padding = slice(max((rows.stop for rows, *_ in states), default=0), None)
+        conv = x.new_empty(x.shape[0], d.conv_dim, dtype=torch.float32)
+        mixed = x.new_empty(x.shape[0], d.num_v_heads, d.v_head_dim, dtype=torch.float32)
+        conv[padding], mixed[padding] = 0, 0
         for rows, _, state in states:
-            conv[rows] = causal_conv(qkv[rows], weights.conv1d, state.conv)
-        conv = F.silu(conv)
-        mixed = x.new_zeros(x.shape[0], d.num_v_heads, d.v_head_dim, dtype=torch.float32)
+            dispatch.conv_silu(qkv[rows], weights.conv1d, state.conv, conv[rows])
         if self.exact:
             for rows, span, state in states:
                 mixed[rows] = self._by_pages(conv[rows], g[rows], beta[rows], state, span)
         else:
             self._by_spans(conv, g, beta, states, mixed)
         z = z.view(x.shape[0], d.num_v_heads, d.v_head_dim)
-        out = gated_rms_norm(mixed, z, weights.norm, self.eps, x.dtype)
+        out = dispatch.gated_rms_norm(mixed, z, weights.norm, self.eps, x.dtype)
         return weights.out_proj(out.view(x.shape[0], d.value_dim))
 
     def _by_spans(
@@ -61,7 +62,7 @@ class DeltaNet:
         for rows, span, state in states:
             if dispatch.has_delta_kernel(conv, span.length, state.recurrent):
                 num_k = self.delta.num_k_heads
-                mixed[rows] = chunk.delta_rule(conv[rows], g[rows], beta[rows], state.recurrent, num_k)
+                chunk.delta_rule(conv[rows], g[rows], beta[rows], state.recurrent, num_k, mixed[rows])
                 continue
             q, k, v = heads = self._heads(conv) if heads is None else heads
             mixed[rows] = dispatch.delta_rule(q[rows], k[rows], v[rows], g[rows], beta[rows], state.recurrent)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from packhorse.core.protocols import LayerWeights
 from packhorse.facts.model import MoeFacts
 from packhorse.kernels import dispatch
-from packhorse.kernels.experts.ref import route, swiglu
+from packhorse.kernels.experts.ref import route
 
 
 class Mlp:
@@ -15,7 +16,7 @@ class Mlp:
 
     def __call__(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return weights.down_proj(swiglu(weights.gate_up_proj(x), x.dtype))
+        return weights.down_proj(dispatch.swiglu(weights.gate_up_proj(x), x.dtype))
 
 
 class Moe:
@@ -40,5 +41,5 @@ class Moe:
                 weights.experts.sent()
         if self.facts.shared_dim:
             gate = weights.shared_expert_gate(x).float().sigmoid()
-            out = out + gate * self.shared(x, weights.shared_expert).float()
+            out = torch.addcmul(out, gate, self.shared(x, weights.shared_expert))
         return out

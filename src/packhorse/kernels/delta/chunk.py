@@ -32,9 +32,12 @@ def variants(k_dim: int, v_dim: int, arch: int) -> tuple[Variant, Variant]:
     )
 
 
-def delta_rule(mixed: Tensor, g: Tensor, beta: Tensor, state: Tensor, num_k_heads: int) -> Tensor:
+def delta_rule(
+    mixed: Tensor, g: Tensor, beta: Tensor, state: Tensor, num_k_heads: int, out: Tensor | None = None
+) -> Tensor:
     """mixed [T, 2 Hk Dk + Hv Dv]: q, k and v of all heads side by side, after the convolution, not normalised;
-    g, beta [T, Hv]; state [Hv, Dk, Dv] in place; all fp32 on one card. Returns o [T, Hv, Dv].
+    g, beta [T, Hv]; state [Hv, Dk, Dv] in place; all fp32 on one card. Returns o [T, Hv, Dv], which is `out`
+    if given, contiguous.
 
     q and k are normalised as in `layers.delta_net`. Scratch: cost.delta_scratch_floats for each
     chunk of DELTA_SPAN_LEN tokens and each value head.
@@ -42,7 +45,9 @@ def delta_rule(mixed: Tensor, g: Tensor, beta: Tensor, state: Tensor, num_k_head
     heads, k_dim, v_dim = state.shape
     length, stride = mixed.shape[0], mixed.stride(0)
     assert mixed.stride(1) == 1 and g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()
-    out = torch.empty(length, heads, v_dim, dtype=torch.float32, device=mixed.device)
+    if out is None:
+        out = torch.empty(length, heads, v_dim, dtype=torch.float32, device=mixed.device)
+    assert out.is_contiguous() and out.shape == (length, heads, v_dim)
     chunks = ceil_div(min(DELTA_SPAN_LEN, length), CHUNK_LEN)
     size = chunks * heads * delta_scratch_floats(k_dim, v_dim)
     scratch = torch.empty(size, device=mixed.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packhorse.kernels.cuda.launch import launch
+from packhorse.kernels.cuda.launch import has_type, launch
 from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
 
 MAX_HIDDEN = 8192
@@ -16,6 +16,18 @@ def variant(dtype: torch.dtype) -> Variant:
     """The kernel for activations of `dtype`, fp16 or bf16."""
     bf16 = dtype == torch.bfloat16
     return Variant("norm/cuda.cu", "residual_norm", (("BF16", int(bf16)),), min_arch=80 if bf16 else MIN_ARCH)
+
+
+def fits(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `residual_norm` is for x, rows [R, H] on a card, into `dtype`."""
+    return (
+        has_type(x.device, dtype)
+        and x.ndim == 2
+        and x.dtype == torch.float32
+        and x.is_contiguous()
+        and x.shape[1] % 4 == 0
+        and x.shape[1] <= MAX_HIDDEN
+    )
 
 
 def residual_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, add: Tensor | None = None) -> None:

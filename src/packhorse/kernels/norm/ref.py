@@ -17,6 +17,11 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: t
     return (rms_norm(x, weight, eps, torch.float32) * F.silu(gate.float())).to(dtype)
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * sigmoid(gate), shapes [..., D], cast to `dtype`."""
+    return (x * torch.sigmoid(gate.float())).to(dtype)
+
+
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum x^2 + eps) over the last dim, fp32."""
     x = x.float()
