@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from packhorse.plan.size import Sizes, size_engine
 
 from packhorse.bench.synth import synthesize
 from packhorse.core.config import EngineConfig
 from packhorse.core.units import MIB, round_up
-from packhorse.engine.size import Sizes, size_engine
 from packhorse.facts.machine import Machine, calibration, read_profile
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model

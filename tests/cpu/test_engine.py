@@ -23,9 +23,9 @@ from packhorse.core.errors import (
 from packhorse.core.types import FinishReason, Request, SamplingParams
 from packhorse.core.units import GIB
 from packhorse.engine import load
-from packhorse.engine.size import LEFT_ALONE, check_window, size_engine
 from packhorse.facts.hardware import HardwareFacts
 from packhorse.facts.read import read_model
+from packhorse.plan.size import LEFT_ALONE, check_window, size_engine
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from packhorse.core.formats import PACKED
 from packhorse.engine import experts
-from packhorse.engine.size import SPARES
 from packhorse.kernels.experts.cuda import ExpertTable
 from packhorse.models.experts import ExpertBlocks, ExpertLayout
+from packhorse.plan.size import SPARES
 from packhorse.quant.packed import aligned_bytes
 
 LAYERS, EXPERTS = 3, 24

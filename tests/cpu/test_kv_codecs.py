@@ -14,8 +14,8 @@ from packhorse.core.errors import UsageError
 from packhorse.core.formats import KV_FORMATS, kv_token_bytes
 from packhorse.core.units import GIB
 from packhorse.engine.session import Session
-from packhorse.engine.size import size_engine
 from packhorse.facts.read import read_model
+from packhorse.plan.size import size_engine
 from packhorse.quant.codec import hadamard, make_codec
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry

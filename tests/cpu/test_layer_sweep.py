@@ -25,9 +25,9 @@ from packhorse.core.types import FinishReason, Request, SamplingParams
 from packhorse.core.units import GIB, MIB
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
-from packhorse.engine.size import card_flops, size_engine
 from packhorse.engine.sweep import SweepRunner
 from packhorse.facts.read import read_model
+from packhorse.plan.size import card_flops, size_engine
 
 PAGE, CHUNK, SWEEP, TAIL = 64, 128, 384, 32
 # Plain mode promises a bound against one pass: sums are taken in another order.

@@ -19,7 +19,6 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError, UsageError, WeightsError
 from packhorse.core.formats import PACKED
 from packhorse.core.units import GIB, MIB, parse_bytes
-from packhorse.engine.size import SPARES, size_engine
 from packhorse.facts.known import known_model
 from packhorse.facts.model import StoredMatrix
 from packhorse.facts.packed import packed_matrices
@@ -31,6 +30,7 @@ from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.plan import account
+from packhorse.plan.size import SPARES, size_engine
 from packhorse.quant.packed import PackedTensor, pack
 
 # Every matrix's inputs are a multiple of 256, so that K-quants hold them; heads of 64 and 6 value heads as always.

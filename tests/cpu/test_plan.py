@@ -17,7 +17,6 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.errors import CorruptFileError, UsageError
 from packhorse.core.units import GIB, MIB, ceil_div, parse_bytes
-from packhorse.engine.size import size_engine
 from packhorse.facts.known import known_model, known_names
 from packhorse.facts.machine import (
     DISPLAY_BYTES,
@@ -33,6 +32,7 @@ from packhorse.plan import account
 from packhorse.plan.place import SWEEPS, Footprint, Job, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
 from packhorse.plan.report import table
+from packhorse.plan.size import size_engine
 from packhorse.plan.solve import Wishes, solve
 
 CODECS = ("fp16", "fp8", "k5v4", "k4v4")

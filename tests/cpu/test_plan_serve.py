@@ -15,11 +15,11 @@ from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
 from packhorse.core.units import GIB
-from packhorse.engine.size import size_engine
 from packhorse.facts.known import known_model
 from packhorse.facts.machine import SYSTEM_BYTES, read_profile
 from packhorse.facts.read import read_model
 from packhorse.plan.report import check_planned, read_saved, to_document
+from packhorse.plan.size import size_engine
 from packhorse.plan.solve import Wishes, solve
 
 

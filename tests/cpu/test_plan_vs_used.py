@@ -14,11 +14,11 @@ from packhorse.bench import synth
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import GIB, MIB
-from packhorse.engine.size import size_engine
 from packhorse.facts import machine
 from packhorse.facts.known import known_model
 from packhorse.facts.machine import read_profile
 from packhorse.facts.read import read_model
+from packhorse.plan.size import size_engine
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "plan_vs_used.py"
 

@@ -21,9 +21,9 @@ from packhorse.core.units import GIB, MIB
 from packhorse.engine.experts import HOST, StreamedExperts, join_shared_experts, resident_table
 from packhorse.engine.graphs import StepGraphs
 from packhorse.engine.load import load_engine
-from packhorse.engine.size import SPARES
 from packhorse.facts.read import read_model
 from packhorse.models.model import Model
+from packhorse.plan.size import SPARES
 from packhorse.store.arena import PinnedArena
 
 pytestmark = pytest.mark.gpu

@@ -31,7 +31,6 @@ from packhorse.engine.engine import Engine
 from packhorse.engine.load import DTYPES, Loaded, check_device, choose_dtype, load_engine, set_threads
 from packhorse.engine.schedule import Sequence as LiveSequence
 from packhorse.engine.schedule import SequenceState
-from packhorse.engine.size import check_window
 from packhorse.facts.hardware import probe
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.recipes import Recipe
@@ -40,6 +39,7 @@ from packhorse.models.checkpoint import open_checkpoint
 from packhorse.plan import account
 from packhorse.plan.place import Footprint
 from packhorse.plan.predict import dense_bytes, prefill_flops, touched_share
+from packhorse.plan.size import check_window
 from packhorse.store.kv import KVStore, StoredSequence
 
 VERSION = 1

@@ -14,8 +14,8 @@ import typer
 from packhorse.cli.common import find_model, title
 from packhorse.core.config import EngineConfig
 from packhorse.core.types import FinishReason, SamplingParams
-from packhorse.engine.size import check_window
 from packhorse.facts.read import read_model
+from packhorse.plan.size import check_window
 from packhorse.text.documents import Document, page_list, read_document
 from packhorse.text.reasoning import Think
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 PAGE_LEN = 64
 """Tokens a page holds unless a setting says otherwise."""
 
+TAIL_LEN = 2048
+"""Prompt tokens that are read chunk by chunk though longer prompts are swept."""
+
 EXACT_ROWS = 64
 """Rows that exact mode computes together: a token at position p is row p % EXACT_ROWS of a bucket that holds
 only its own sequence, filled up with padding, and a pass is one bucket. So no shape, and with it no order of

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
-from packhorse.core.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
+from packhorse.core.types import TAIL_LEN, Event, FinishReason, Request, SamplingParams, TokenLogprob
 from packhorse.core.units import MIB
 from packhorse.engine.experts import FetchedExperts, StreamedExperts
 from packhorse.engine.heap import give_back_freed
 from packhorse.engine.output import Detokenizer, Output, Piece
 from packhorse.engine.runner import Runner
 from packhorse.engine.sample import Sampled, Sampler, sample
-from packhorse.engine.schedule import TAIL_LEN, Scheduler, Step, Sweep, Work
+from packhorse.engine.schedule import Scheduler, Step, Sweep, Work
 from packhorse.engine.schedule import Sequence as LiveSequence
 from packhorse.engine.sweep import SweepRunner
 from packhorse.store.kv import KVStore, StoredSequence

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from packhorse.core.formats import LINE_BYTES
 from packhorse.core.units import MIB, ceil_div
-from packhorse.engine.size import SPARES
 from packhorse.kernels.experts.cuda import (
     MAX_EXPERTS,
     MAX_TOP_K,
@@ -34,6 +33,7 @@ from packhorse.kernels.experts.cuda import (
 )
 from packhorse.models.experts import ExpertBlocks, join_shared
 from packhorse.models.model import Model
+from packhorse.plan.size import SPARES
 from packhorse.quant.packed import PackedTensor, aligned_bytes
 from packhorse.store.arena import PagedArena, PinnedArena
 from packhorse.store.experts import ExpertCache, Ints, LateUpdates

@@ -28,7 +28,6 @@ from packhorse.engine.heap import give_back_freed
 from packhorse.engine.identity import model_identity
 from packhorse.engine.output import Detokenizer
 from packhorse.engine.runner import Runner
-from packhorse.engine.size import Sizes, card_flops, size_engine
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.nvml import driver_of
@@ -40,6 +39,7 @@ from packhorse.models.experts import ExpertLayout
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.plan.account import SEGMENT_LEN
+from packhorse.plan.size import Sizes, card_flops, size_engine
 from packhorse.quant.packed import aligned_bytes
 from packhorse.store.arena import RING_BYTES, PagedArena, PinnedArena, PinnedTensor
 from packhorse.store.durable import DurableStore

@@ -26,11 +26,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from packhorse.core.errors import InvalidRequestError, PackhorseError, PromptTooLongError
-from packhorse.core.types import EXACT_ROWS, Request, Span, TokenLogprob, Usage
+from packhorse.core.types import EXACT_ROWS, TAIL_LEN, Request, Span, TokenLogprob, Usage
 from packhorse.core.units import round_up
-
-TAIL_LEN = 2048
-"""Prompt tokens that are read chunk by chunk though longer prompts are swept."""
 
 
 class Handle(Protocol):

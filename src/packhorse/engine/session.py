@@ -23,10 +23,10 @@ from packhorse.core.types import Event, FinishReason, Request, SamplingParams, U
 from packhorse.engine import documents
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
-from packhorse.engine.size import Sizes
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
 from packhorse.hub.resolve import resolve
+from packhorse.plan.size import Sizes
 from packhorse.store.documents import StoredDocument
 from packhorse.text.documents import Document, Prompt
 from packhorse.text.reasoning import Think, ThoughtSplitter, may_think, opens_thought, thinking_options

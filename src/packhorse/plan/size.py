@@ -14,9 +14,8 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.cost import UNPACK_BYTES, attention_flops
 from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageError
 from packhorse.core.formats import check_kv_heads
-from packhorse.core.types import EXACT_ROWS
+from packhorse.core.types import EXACT_ROWS, TAIL_LEN
 from packhorse.core.units import GIB, MIB, ceil_div, format_bytes, round_up
-from packhorse.engine.schedule import TAIL_LEN
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
 from packhorse.plan import account
