@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +18,22 @@ from packhorse.store import arena
 
 
 class Driver:
-    """cudaHostRegister that refuses what goes beyond `limit` bytes."""
+    """cudaHostRegister that refuses what goes beyond `limit` bytes, and waits before whatever it does for `gate`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.pinned: dict[int, int] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self._lock = threading.Lock()
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        if sum(self.pinned.values()) + size > self.limit:
-            return 2
-        self.pinned[address] = size
-        return 0
+        assert self.gate.wait(60)
+        with self._lock:
+            if sum(self.pinned.values()) + size > self.limit:
+                return 2
+            self.pinned[address] = size
+            return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         del self.pinned[address]
@@ -58,6 +65,42 @@ def test_segments_are_registered_and_given_back(driver):
     assert torch.equal(target, pinned.bytes[3 * MIB + 7 : 8 * MIB + 7])
     del pinned
     gc.collect()
+    until(lambda: not driver.pinned)
+
+
+def until(fact) -> None:
+    """Threads that have just done their work let go of what they hold a moment later."""
+    end = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_was_made_is_copied_once_its_place_is_registered(driver):
+    driver.gate.clear()
+    pinned = arena.PinnedArena(10 * MIB, wait=False)
+    pinned.bytes[:100] = 7  # nobody waits to write
+    source = (torch.arange(6 * MIB) % 251).byte().view(3, -1)
+    place = pinned.bytes[3 * MIB : 9 * MIB].view(3, -1)  # of all three segments
+    copier = threading.Thread(target=pinned.copy_from, args=(place, source))
+    copier.start()
+    copier.join(0.2)
+    assert copier.is_alive() and not place.any()
+    driver.gate.set()
+    copier.join(60)
+    assert torch.equal(place, source) and sum(driver.pinned.values()) == 10 * MIB
+    assert host_arena(pinned) == (pinned, ())
+    pinned.close()
+    assert not driver.pinned
+
+
+def test_a_load_that_ends_early_ends_the_registering(driver, monkeypatch):
+    monkeypatch.setattr(arena, "THREADS", 1)
+    driver.gate.clear()
+    pinned = arena.PinnedArena(40 * MIB, wait=False)
+    threading.Timer(0.1, driver.gate.set).start()
+    pinned.close()
+    time.sleep(0.1)
     assert not driver.pinned
 
 
@@ -67,11 +110,14 @@ def test_a_system_that_pins_little(driver):
     with pytest.raises(DoesNotFitError) as caught:
         arena.PinnedArena(10 * MIB)
     assert (caught.value.asked, caught.value.available) == (10 * MIB, 4 * MIB) and not driver.pinned
-    paged, notes = host_arena(10 * MIB)
+    half = arena.PinnedArena(10 * MIB, wait=False)
+    source = (torch.arange(10 * MIB) % 251).byte()
+    half.copy_from(half.bytes, source)  # into what is pinned and what is not
+    paged, notes = host_arena(half)
     assert (
         isinstance(paged, arena.PagedArena) and "slower" in notes[0] and sum(driver.pinned.values()) == 1000
     )
-    paged.bytes[:] = torch.arange(10 * MIB) % 251
+    assert paged.bytes.data_ptr() == half.bytes.data_ptr() and torch.equal(paged.bytes, source)
     for size in (1, 500, 501, 1700):
         target = torch.zeros(size, dtype=torch.uint8)
         paged.copy_to(target, 123)

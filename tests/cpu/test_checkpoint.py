@@ -1,6 +1,7 @@
 """Weights by name from folders and GGUF files, against the models they were saved from and transformers."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from safetensors.torch import save_file
 
 import oracle
 from packhorse.core.errors import CorruptFileError, RefusedError, UnsupportedModelError, WeightsError
+from packhorse.core.formats import FORMATS
+from packhorse.facts.model import TensorFacts
 from packhorse.facts.read import read_model
+from packhorse.models import raw
 from packhorse.models.checkpoint import open_checkpoint
 
 FAMILIES = oracle.FAMILIES
@@ -146,6 +150,34 @@ def test_file_cut_after_opening(models, tmp_path):
     file.unlink()
     with pytest.raises(RefusedError, match="cannot be read"):
         source.read(next(iter(source.shapes)))
+
+
+def test_large_tensors_are_read_in_parts(tmp_path, monkeypatch):
+    """By several threads, to the same bytes and with the same refusals; the first byte that is missing counts."""
+    asked = []
+    preadv = os.preadv
+
+    def short(file, buffers, offset):
+        asked.append(len(buffers[0]))
+        return preadv(file, [buffers[0][:300]], offset)  # as a system may
+
+    monkeypatch.setattr(os, "preadv", short)
+    monkeypatch.setattr(raw, "LARGE_BYTES", 10_000)
+    monkeypatch.setattr(raw, "PART_BYTES", 1000)
+    file = tmp_path / "bytes"
+    data = np.random.default_rng(1).integers(0, 256, 12_345, np.uint8)
+    file.write_bytes(data.tobytes())
+    for size in (9_999, 10_000, 12_222):
+        asked.clear()
+        tensor = TensorFacts("x", (size,), FORMATS["U8"], file, 123)
+        assert torch.equal(raw.read_plain(tensor), torch.from_numpy(data[123 : 123 + size]))
+        assert max(asked) == (size if size < 10_000 else 1000)
+    os.truncate(file, 12_345 - 2_345)
+    with pytest.raises(CorruptFileError, match="ends 2,345 bytes before the end of the tensor 'x'"):
+        raw.read_raw(tensor)
+    file.unlink()
+    with pytest.raises(RefusedError, match="cannot be read: No such file"):
+        raw.read_raw(tensor)
 
 
 def test_config_without_weights_has_no_checkpoint(models, tmp_path):

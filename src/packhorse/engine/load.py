@@ -113,21 +113,29 @@ def _assemble(
     dtype = DTYPES[sizes.dtype]
     geometry = StoreGeometry.of(facts, dtype, config.page_len, sizes.kv)
     disk, identity = open_disk(facts, config, geometry, sizes)
-    arena, pinning = host_arena(sizes.pinned_bytes)
-    model = load_model(
-        facts,
-        open_checkpoint(facts),
-        dtype=dtype,
-        device=config.device,
-        exact=config.exact,
-        packed=sizes.packed,
-        experts=None if card is None else partial(_expert_memory, arena, config.device),
-        progress=progress,
-    )
+    # Pages are cleared and pinned while the weights are read.
+    arena = PinnedArena(sizes.pinned_bytes, wait=False) if sizes.pinned_bytes else None
+    try:
+        model = load_model(
+            facts,
+            open_checkpoint(facts),
+            dtype=dtype,
+            device=config.device,
+            exact=config.exact,
+            packed=sizes.packed,
+            experts=None if card is None else partial(_expert_memory, arena, config.device),
+            place_experts=None if arena is None else arena.copy_from,
+            progress=progress,
+        )
+        memory, pinning = host_arena(arena)
+    except BaseException:
+        if arena is not None:
+            arena.close()
+        raise
     if card is not None:
         pinning += pin_embedding(model)
     give_back_freed()  # of tensors as the files have them
-    experts = place_experts(model, arena, sizes)
+    experts = place_experts(model, memory, sizes)
     store = KVStore(
         geometry,
         num_pages=sizes.num_pages,
@@ -174,16 +182,18 @@ def _assemble(
     return engine, disk, stepping
 
 
-def host_arena(size: int) -> tuple[PinnedArena | PagedArena | None, tuple[str, ...]]:
-    """Host memory for `size` bytes of experts, None for none; and what to say where the system does not pin it."""
-    if not size:
+def host_arena(arena: PinnedArena | None) -> tuple[PinnedArena | PagedArena | None, tuple[str, ...]]:
+    """The experts' host memory as it can be used, once it is pinned, and what to say where the system did not pin it:
+    it stays where it is then."""
+    if arena is None:
         return None, ()
     try:
-        return PinnedArena(size), ()
+        arena.wait()
     except DoesNotFitError as error:
         ring = format_bytes(RING_BYTES)
         note = f"{error} Experts pass through {ring} of pinned memory instead, and each layer waits for them: slower"
-        return PagedArena(size), (note,)
+        return PagedArena(arena.bytes), (note,)
+    return arena, ()
 
 
 def pin_embedding(model: Model) -> tuple[str, ...]:
@@ -195,7 +205,7 @@ def pin_embedding(model: Model) -> tuple[str, ...]:
     return ()
 
 
-def _expert_memory(arena: PinnedArena | PagedArena | None, device: str, layout: ExpertLayout) -> Tensor:
+def _expert_memory(arena: PinnedArena | None, device: str, layout: ExpertLayout) -> Tensor:
     """Where the routed experts are loaded to: their home in host memory, or the card."""
     if arena is not None:
         return arena.bytes[: layout.total_bytes]

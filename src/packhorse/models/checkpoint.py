@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,11 +78,13 @@ class SafetensorsSource:
         if matrix is None:
             return None
         num_rows = matrix.shape[-2]
-        rows = PackedRows(matrix.form, num_rows, lambda: self._load(matrix), matrix.permuted)
+        rows = PackedRows(matrix.form, num_rows, partial(self._load, matrix), matrix.permuted)
         return StoredRows((rows,), torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows))
 
-    def _load(self, matrix: StoredMatrix) -> tuple[RowCodes, Tensor | None]:
-        return row_codes(matrix, {role: read_plain(tensor) for role, tensor in matrix.tensors.items()})
+    def _load(self, matrix: StoredMatrix, device: str = "cpu") -> tuple[RowCodes, Tensor | None]:
+        return row_codes(
+            matrix, {role: read_plain(tensor, device) for role, tensor in matrix.tensors.items()}
+        )
 
 
 _SPARE = (".input_scale", ".output_scale")

@@ -302,8 +302,8 @@ def _can_pack(tensor: TensorFacts) -> bool:
 def _packed_rows(tensor: TensorFacts, num_rows: int, inputs: Tensor | None) -> PackedRows:
     assert tensor.format.packed is not None
 
-    def load() -> tuple[RowCodes, Tensor | None]:
-        blocks = read_raw(tensor).view(-1, tensor.format.num_bytes(tensor.shape[-1]))
+    def load(device: str) -> tuple[RowCodes, Tensor | None]:
+        blocks = read_raw(tensor, device).view(-1, tensor.format.num_bytes(tensor.shape[-1]))
         check_scales(tensor.name, blocks, tensor.format)
         return lambda rows: codes(blocks[rows], tensor.format), inputs
 

@@ -1,8 +1,9 @@
 """Strict, streaming load: every tensor has its place or is refused before a byte is read.
 
 Peak host memory is the model as it is kept plus the largest tensor of the checkpoint as it is stored, or a small one
-(SMALL_VALUES) for each thread where these are more. A tensor of a GGUF file that is unpacked counts in fp32, and half
-as much again where gate and up experts are joined.
+(SMALL_VALUES) for each thread where these are more. Beside a card, which packs what stays packed (`packing.fill`), a
+large tensor of that kind passes through 2 x `raw.STAGE_BYTES` instead, unless the card has no room for it. A tensor of
+a GGUF file that is unpacked counts in fp32, and half as much again where gate and up experts are joined.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from packhorse.models.experts import ExpertBlocks, ExpertLayout, expert_layout
 from packhorse.models.model import Model, Weight
 from packhorse.models.packing import (
     PiecePlan,
+    Place,
     Run,
     SideBySide,
     allocate,
+    copy_packed,
     fill,
     plan_pieces,
     side_by_side,
@@ -70,11 +73,13 @@ def load_model(
     exact: bool = False,
     packed: bool = False,
     experts: Callable[[ExpertLayout], Tensor] | None = None,
+    place_experts: Place | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """The model with its weights in `dtype` on `device`. packed: matrices that are stored packed stay so.
     experts: gives the memory for all routed experts, see ExpertBlocks.memory; asked once, and only where all of them
-    stay packed in one layout. progress(done, total) counts tensors.
+    stay packed in one layout. place_experts: copies what a card has packed into that memory; None: `copy_packed`.
+    progress(done, total) counts tensors.
 
     Raises WeightsError for missing, left-over, misshapen or non-finite tensors, naming them, and
     CorruptFileError from the source.
@@ -92,7 +97,8 @@ def load_model(
         place = "cpu" if param.path == "embed" and not facts.tied else device
         weights[param.path] = _prepare(param, parts, plan, blocks, jobs, dtype, place)
     int4_product = device == "cpu" and dtype == torch.bfloat16 and not exact
-    _Filler(source, weights, jobs, device, int4_product).run(progress)
+    to_experts = copy_packed if blocks is None or place_experts is None else place_experts
+    _Filler(source, weights, jobs, device, int4_product, to_experts).run(progress)
     _check_tied_head(facts, source, weights["embed"])
     return Model(facts, weights, dtype=dtype, device=device, exact=exact, experts=blocks)
 
@@ -128,9 +134,11 @@ class _Filler:
         jobs: dict[str, list[Job]],
         device: str,
         int4_product: bool,
+        to_experts: Place,
     ) -> None:
         self.source, self.weights, self.jobs = source, weights, jobs
-        self.device, self.int4_product = device, int4_product
+        self.device, self.int4_product, self.to_experts = device, int4_product, to_experts
+        self.card = None if device == "cpu" else device
         self._lock = threading.Lock()
         packed = (job for here in jobs.values() for job in here if isinstance(job, _Packed))
         self._left = Counter(job.path for job in packed)
@@ -138,13 +146,19 @@ class _Filler:
     def run(self, progress: Callable[[int, int], None] | None) -> None:
         """Fill all. progress(done, total) is called by the calling thread, in order."""
         names = [name for name in self.source.shapes if name in self.jobs]
-        with side_by_side() as each:
-            small = [name for name in names if math.prod(self.source.shapes[name]) <= SMALL_VALUES]
-            large = (name for name in names if math.prod(self.source.shapes[name]) > SMALL_VALUES)
-            fills = itertools.chain(map(partial(self._fill, each=each), large), each(self._fill, small))
-            for done, _ in enumerate(fills, start=1):
-                if progress is not None:
-                    progress(done, len(names))
+        small = [name for name in names if math.prod(self.source.shapes[name]) <= SMALL_VALUES]
+        large = (name for name in names if math.prod(self.source.shapes[name]) > SMALL_VALUES)
+        try:
+            with side_by_side() as each:
+                fills = itertools.chain(map(partial(self._fill, each=each), large), each(self._fill, small))
+                for done, _ in enumerate(fills, start=1):
+                    if progress is not None:
+                        progress(done, len(names))
+        finally:
+            if self.card is not None:
+                # Copies to host memory may be under way; and what packing took is for what comes after.
+                torch.cuda.synchronize(self.card)
+                torch.cuda.empty_cache()
 
     def _fill(self, name: str, each: SideBySide = map) -> None:
         with self._lock:
@@ -159,7 +173,8 @@ class _Filler:
                 _place(to.target, value, to.part, to.add)
         for job in here:
             if isinstance(job, _Packed):
-                inputs = fill(job.weight, job.plan, job.runs, each)
+                place = self.to_experts if len(job.weight.shape) == 3 else copy_packed
+                inputs = fill(job.weight, job.plan, job.runs, each, self.card, place)
                 with self._lock:
                     self._filled(job, inputs)
 

@@ -19,7 +19,15 @@ from packhorse.core.formats import TILE_ROWS, PackedFormat
 from packhorse.core.protocols import CheckpointSource
 from packhorse.core.units import ceil_div
 from packhorse.models.params import Param, Part
-from packhorse.quant.packed import PackedRows, PackedTensor, RowCodes, aligned_bytes, write_rows
+from packhorse.quant.packed import (
+    CARD_SLICE_LEN,
+    PackedRows,
+    PackedTensor,
+    RowCodes,
+    aligned_bytes,
+    pack_rows,
+    write_rows,
+)
 
 
 class Run(NamedTuple):
@@ -137,35 +145,94 @@ def side_by_side() -> Iterator[SideBySide]:
         torch.set_num_threads(threads)
 
 
-def fill(weight: PackedTensor, plan: PiecePlan, runs: list[Run], each: SideBySide = map) -> Tensor | None:
-    """Pack runs of one tensor of the checkpoint, which is read once, into their place in a piece, the experts of one
-    tensor through `each`. Returns the order of the piece's inputs, if it has one."""
+Place = Callable[[Tensor, Tensor], None]
+"""place(to, packed): copies packed bytes, uint8 [R, row_bytes], from a card to where they belong, on the current
+stream."""
+
+
+def copy_packed(to: Tensor, packed: Tensor) -> None:
+    """A Place for any memory, which waits where that is the host's."""
+    to.copy_(packed)
+
+
+def fill(
+    weight: PackedTensor,
+    plan: PiecePlan,
+    runs: list[Run],
+    each: SideBySide = map,
+    card: str | None = None,
+    place: Place = copy_packed,
+) -> Tensor | None:
+    """Pack runs of one tensor of the checkpoint, which is read once, into their place in a piece. Returns the order of
+    the piece's inputs, if it has one.
+
+    card: packs, and `place` copies what it made; it takes at most four times the tensor as it is stored and 8 bytes
+    for each of CARD_SLICE_LEN codes of the card's memory meanwhile. None, or where the card has less: the CPU packs,
+    the experts of one tensor through `each`.
+    """
     inputs = None
-    loaded: PackedRows | None = None
-    for run in runs:
-        assert run.stored is not None and run.rows is not None
-        if run.stored is not loaded:
-            codes, inputs = run.stored.load()
-            loaded = run.stored
-        first = (run.start - plan.start) // TILE_ROWS
-        blocks = slice(first, first + ceil_div(run.length, TILE_ROWS))
-        whole = weight.data.ndim == 3 and run.expert is None
-
-        def pack(index: int | None, run: Run = run, blocks: slice = blocks, codes: RowCodes = codes) -> None:
-            assert run.stored is not None and run.rows is not None
-            out = weight.data[blocks] if index is None else weight.data[index, blocks]
-            # The tensor of one expert alone, or those of all, one under the other.
-            rows = run.rows if run.expert is not None or not index else run.rows + index * run.stored.num_rows
-            if out.device.type == "cpu":
-                write_rows(weight.format, codes, rows, out)
-            else:
-                staged = aligned_bytes(out.numel()).view(out.shape)
-                write_rows(weight.format, codes, rows, staged)
-                out.copy_(staged)
-
-        if whole:
-            for _ in each(pack, range(len(weight))):
-                pass
-        else:
-            pack(run.expert)
+    for _, group in itertools.groupby(runs, key=lambda run: id(run.stored)):
+        here = list(group)
+        stored = here[0].stored
+        assert stored is not None
+        if card is not None:
+            try:
+                inputs = _fill_on_card(weight, plan, stored, here, card, place)
+                continue
+            except torch.OutOfMemoryError:
+                pass  # a cap may leave less beside the weights; what was copied is written again
+        codes, inputs = stored.load("cpu")
+        for run in here:
+            _fill_run(weight, plan, codes, run, each)
     return inputs
+
+
+def _fill_run(weight: PackedTensor, plan: PiecePlan, codes: RowCodes, run: Run, each: SideBySide) -> None:
+    blocks = _blocks(plan, run)
+
+    def pack(index: int | None) -> None:
+        assert run.stored is not None and run.rows is not None
+        out = weight.data[blocks] if index is None else weight.data[index, blocks]
+        # The tensor of one expert alone, or those of all, one under the other.
+        rows = run.rows if run.expert is not None or not index else run.rows + index * run.stored.num_rows
+        if out.device.type == "cpu":
+            write_rows(weight.format, codes, rows, out)
+        else:
+            staged = aligned_bytes(out.numel()).view(out.shape)
+            write_rows(weight.format, codes, rows, staged)
+            out.copy_(staged)
+
+    if weight.data.ndim == 3 and run.expert is None:
+        for _ in each(pack, range(len(weight))):
+            pass
+    else:
+        pack(run.expert)
+
+
+def _fill_on_card(
+    weight: PackedTensor, plan: PiecePlan, stored: PackedRows, runs: list[Run], card: str, place: Place
+) -> Tensor | None:
+    codes, inputs = stored.load(card)
+    for run in runs:
+        assert run.rows is not None
+        experts = weight.data if weight.data.ndim == 3 else weight.data[None]
+        experts = experts if run.expert is None else experts[run.expert : run.expert + 1]
+        places = experts[:, _blocks(plan, run)]
+        first = stored.num_rows * torch.arange(len(places), device=card)
+        rows = run.rows.to(card) + first[:, None]
+        num_blocks = max(1, CARD_SLICE_LEN // (TILE_ROWS * weight.num_cols))
+        num_experts = max(1, num_blocks // places.shape[1])
+        for expert in range(0, len(places), num_experts):
+            for block in range(0, places.shape[1], num_blocks):
+                numbers = rows[expert : expert + num_experts]
+                numbers = numbers[:, block * TILE_ROWS : (block + num_blocks) * TILE_ROWS]
+                to = places[expert : expert + num_experts, block : block + num_blocks]
+                for here, packed in zip(to, pack_rows(weight.format, codes, numbers), strict=True):
+                    place(here, packed)
+    return inputs
+
+
+def _blocks(plan: PiecePlan, run: Run) -> slice:
+    """The row blocks of a piece that a run fills."""
+    first = (run.start - plan.start) // TILE_ROWS
+    return slice(first, first + ceil_div(run.length, TILE_ROWS))

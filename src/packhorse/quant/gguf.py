@@ -48,14 +48,14 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
 
 def _fields(data: Tensor, bits: int, group: int) -> Tensor:
     """uint8 values of `bits` bits: of each `group` bytes all lowest fields first, then the next ones."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device).view(1, 1, -1, 1)
     grouped = data.reshape(data.shape[0], -1, 1, group)
     return ((grouped >> shifts) & ((1 << bits) - 1)).reshape(data.shape[0], -1)
 
 
 def _bits(data: Tensor) -> Tensor:
     """uint8 [B, 8n] of the bits of [B, n] bytes, lowest first."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return ((data.unsqueeze(-1) >> shifts) & 1).reshape(data.shape[0], -1)
 
 

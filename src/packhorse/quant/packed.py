@@ -22,6 +22,8 @@ from packhorse.core.units import ceil_div, round_up
 
 SLICE_LEN = 1 << 20
 """Codes worked on at a time, so that intermediate values stay in cache and never double a matrix."""
+CARD_SLICE_LEN = 1 << 25
+"""On a card, which wants much to do at once: intermediate values take at most 8 bytes for each."""
 _PAIRS = TILE_ROWS // 2
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
 _SECONDS = 0x0000FF000000FF00
@@ -65,13 +67,14 @@ RowCodes = Callable[[Tensor], Codes]
 class PackedRows(NamedTuple):
     """A matrix in a checkpoint that can be packed without going through 16 bits. num_rows: N, of one expert.
 
-    load: reads it, and gives its codes by rows and, if `permuted`, the order [K] in which the input's columns
-    meet them (else None). It raises CorruptFileError or WeightsError where the file holds what cannot be.
+    load: reads it to a device, and gives its codes by rows there and, if `permuted`, the order [K] in which the
+    input's columns meet them (else None). It raises CorruptFileError or WeightsError where the file holds what cannot
+    be.
     """
 
     form: PackedFormat
     num_rows: int
-    load: Callable[[], tuple[RowCodes, Tensor | None]]
+    load: Callable[[str], tuple[RowCodes, Tensor | None]]
     permuted: bool = False
 
 
@@ -159,6 +162,19 @@ def write_rows(form: PackedFormat, codes: RowCodes, rows: Tensor, out: Tensor) -
         if padding:
             part = part.each(lambda rows, padding=padding: F.pad(rows, (0, 0, 0, padding)))  # type: ignore[misc]
         pack_blocks(form, part, out[start // TILE_ROWS : ceil_div(start + step, TILE_ROWS)])
+
+
+def pack_rows(form: PackedFormat, codes: RowCodes, rows: Tensor) -> Tensor:
+    """Row blocks uint8 [E, R, row_bytes] of the codes of `rows`, int64 [E, N], all at once, on the codes' device."""
+    padding = -rows.shape[1] % TILE_ROWS
+    part = codes(rows.flatten())
+    if padding:
+        part = part.each(lambda v: F.pad(v.unflatten(0, rows.shape), (0, 0, 0, padding)).flatten(0, 1))
+    num_cols = part.codes.shape[-1] * (2 if part.pairs else 1)
+    shape = (len(rows), form.num_row_blocks(rows.shape[1]), form.row_bytes(num_cols))
+    out = torch.empty(shape, dtype=torch.uint8, device=part.codes.device)
+    pack_blocks(form, part, out.flatten(0, 1))
+    return out
 
 
 def unpack(packed: PackedTensor) -> Codes:

@@ -31,8 +31,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def row_codes(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[RowCodes, Tensor | None]:
     """Codes by rows (experts one under the other), and the order of the inputs, as `PackedRows.load` gives them.
 
-    tensors: those of `matrix`, by role, in their stored types. Raises WeightsError for scales that are zero or no
-    numbers, zeros and groups out of range, and codes that are no numbers.
+    tensors: those of `matrix`, by role, in their stored types, on the device that rows and codes are then on. Raises
+    WeightsError for scales that are zero or no numbers, zeros and groups out of range, and codes that are no numbers.
     """
     if matrix.layout == "gptq":
         return _gptq(matrix, tensors)
@@ -74,7 +74,7 @@ def _groups(matrix: StoredMatrix, values: Tensor) -> Tensor:
 def _rows(values: Tensor, rows: Tensor) -> Tensor:
     """values[rows], a view where rows follow on one another."""
     first, count = int(rows[0]) if len(rows) else 0, len(rows)
-    if torch.equal(rows, torch.arange(first, first + count)):
+    if torch.equal(rows, torch.arange(first, first + count, device=rows.device)):
         return values[first : first + count]
     return values[rows]
 
@@ -101,13 +101,13 @@ def _order(matrix: StoredMatrix, groups: Tensor) -> Tensor | None:
     """The order of the inputs by group. None where they are in order."""
     K, size = matrix.shape[-1], matrix.group_len
     groups = groups.long()
-    if torch.equal(groups, torch.arange(K) // size):
+    in_order = torch.arange(K, device=groups.device) // size
+    if torch.equal(groups, in_order):
         return None
     last = ceil_div(K, size)
     if int(groups.min()) < 0 or int(groups.max()) >= last:
         raise _wrong(matrix, f"has inputs in group {int(groups.max())}, of {last} groups")
-    wanted = (torch.arange(K) // size).bincount(minlength=last)
-    if not torch.equal(groups.bincount(minlength=last), wanted):
+    if not torch.equal(groups.bincount(minlength=last), in_order.bincount(minlength=last)):
         raise _wrong(matrix, f"has groups of other sizes than {size} inputs")
     if not matrix.permuted:
         raise _wrong(matrix, "has inputs in an order of their own, and the declaration says that it has none")
@@ -122,7 +122,7 @@ def _gptq(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[RowCodes
     scales, offsets = _scales(matrix, tensors["scales"].t()), _zeros(matrix, zeros)
     order = _order(matrix, tensors["g_idx"]) if "g_idx" in tensors else None
     if order is None and matrix.permuted:
-        order = torch.arange(matrix.shape[-1])
+        order = torch.arange(matrix.shape[-1], device=words.device)
 
     def codes(rows: Tensor) -> Codes:
         q = _unpacked(words[rows], bits)
@@ -153,7 +153,7 @@ def _compressed(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[Ro
     words, scales = tensors["weight_packed"], _scales(matrix, tensors["weight_scale"])
     order = _order(matrix, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else None
     if order is None and matrix.permuted:
-        order = torch.arange(K)
+        order = torch.arange(K, device=words.device)
 
     def codes(rows: Tensor) -> Codes:
         rest = scales[rows], None if offsets is None else offsets[rows]

@@ -1,6 +1,6 @@
 """Host memory that a card reads by itself: our own mapping, registered with the driver in segments.
 
-    mapping  | segment 0, at most 1 GiB | segment 1 | ... |        each registered by a thread of its own
+    mapping  | segment 0, at most 256 MiB | segment 1 | ... |        each registered by a thread of its own
 
 torch's pinned allocator rounds a request up to a power of two, so 17 GB would take 32.
 
@@ -9,37 +9,47 @@ NOTE: an asynchronous copy must not cross from one segment into the next (the dr
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from packhorse.core.errors import DoesNotFitError
-from packhorse.core.units import GIB, MIB, format_bytes, round_up
+from packhorse.core.units import MIB, format_bytes, round_up
 
-SEGMENT_BYTES = GIB
-"""Bytes registered at once, at most."""
+SEGMENT_BYTES = 256 * MIB
+"""Bytes registered at once, at most: so many that calls cost nothing, so few that the first are ready soon."""
 RING_BYTES = 64 * MIB
 """Pinned memory of a PagedArena."""
 THREADS = 8
 """Segments registered at the same time: the time goes into clearing the pages."""
+_POPULATE_WRITE = 23
+"""Linux's MADV_POPULATE_WRITE, which Python does not name: pages are there, cleared, when it returns."""
+_POPULATE_BYTES = 16 * MIB
+"""Cleared in one call, which other threads that map memory wait for."""
 
 
 class PinnedArena:
     """`size` bytes of host memory at one address, which kernels of every card may read.
 
     bytes: uint8 [size], valid until `close`, or until nobody holds the arena. progress(done, total) counts bytes.
-    Resident memory is the size rounded up to 2 MiB.
+    Resident memory is the size rounded up to 2 MiB. wait: False returns while threads still register the segments, in
+    order; `bytes` may be written meanwhile, and `wait` is to be called before anything but `copy_from`.
 
-    Raises DoesNotFitError where the system maps or pins less, with what it did pin.
+    Raises DoesNotFitError where the system maps or (see `wait`) pins less, with what it did pin.
     """
 
-    def __init__(self, size: int, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self, size: int, progress: Callable[[int, int], None] | None = None, *, wait: bool = True
+    ) -> None:
         assert size > 0
         size = round_up(size, 2 * MIB)
         try:
@@ -52,64 +62,96 @@ class PinnedArena:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._registered: list[int] = []
-        self._register(size, progress)
         weakref.finalize(self, _unregister, self._registered)
+        torch.cuda.init()
+        pin = _registrar()
+        # NOTE: the jobs hold the arena, so that its memory is not unmapped under them.
+        pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+        starts = range(0, size, SEGMENT_BYTES)
+        self._jobs = [pool.submit(self._register, pin, start) for start in starts]
+        pool.shutdown(wait=False)
+        if wait:
+            self.wait(progress)
 
     @property
     def num_bytes(self) -> int:
         """Bytes mapped and pinned."""
         return self.bytes.numel()
 
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Until all is pinned. Raises DoesNotFitError where the system pins less; what was pinned is given back then,
+        and `bytes` stays as memory of the host alone."""
+        done = 0
+        for job in as_completed(self._jobs):
+            length, code = job.result()
+            done += length
+            if code:
+                self._stop()
+                pinned = SEGMENT_BYTES * len(self._registered)
+                self.close()
+                raise _too_large(self.num_bytes, min(pinned, self.num_bytes), f"CUDA error {code}")
+            if progress is not None:
+                progress(done, self.num_bytes)
+
     def copy_to(self, target: Tensor, start: int) -> None:
         """Fill target, uint8 [n] on a card, with the bytes from `start` on: asynchronously, on the current stream."""
-        done, size = 0, target.numel()
-        while done < size:
-            stop = min(size, round_up(start + done + 1, SEGMENT_BYTES) - start)
-            target[done:stop].copy_(self.bytes[start + done : start + stop], non_blocking=True)
-            done = stop
+        done = 0
+        for here in self._parts(start, target.numel()):
+            part = target[done : done + len(here)]
+            part.copy_(here, non_blocking=True)
+            done += len(here)
+
+    def copy_from(self, place: Tensor, source: Tensor) -> None:
+        """Fill place, uint8 [...], contiguous, a view of `bytes`, with source, alike, on a card: asynchronously, on the
+        current stream, as soon as the place is registered."""
+        start, done, flat = place.data_ptr() - self.bytes.data_ptr(), 0, source.flatten()
+        for here in self._parts(start, len(flat)):
+            # Where it was refused, the copy takes its time; `wait` will say so.
+            self._jobs[(start + done) // SEGMENT_BYTES].result()
+            here.copy_(flat[done : done + len(here)], non_blocking=True)
+            done += len(here)
 
     def close(self) -> None:
         """Give the memory back; nobody may read it any more."""
+        self._stop()
         _unregister(self._registered)
 
-    def _register(self, size: int, progress: Callable[[int, int], None] | None) -> None:
-        torch.cuda.init()
-        pin, base, done = _registrar(), self.bytes.data_ptr(), 0
+    def _stop(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+        wait_for(self._jobs)
 
-        def register(start: int) -> tuple[int, int]:
-            length = min(SEGMENT_BYTES, size - start)
-            code = pin(base + start, length)
-            if code:
-                return 0, code
-            self._registered.append(base + start)
-            return length, 0
+    def _parts(self, start: int, size: int) -> Iterator[Tensor]:
+        """The bytes from `start` on, cut where segments meet."""
+        done = 0
+        while done < size:
+            stop = min(size, round_up(start + done + 1, SEGMENT_BYTES) - start)
+            yield self.bytes[start + done : start + stop]
+            done = stop
 
-        threads = min(THREADS, os.cpu_count() or 1)
-        with ThreadPoolExecutor(threads) as pool:
-            jobs = [pool.submit(register, start) for start in range(0, size, SEGMENT_BYTES)]
-            for job in as_completed(jobs):
-                length, code = job.result()
-                done += length
-                if code:
-                    for other in jobs:
-                        other.cancel()
-                    pool.shutdown()
-                    pinned = SEGMENT_BYTES * len(self._registered)
-                    self.close()
-                    raise _too_large(size, min(pinned, size), f"CUDA error {code}")
-                if progress is not None:
-                    progress(done, size)
+    def _register(self, pin: Callable[[int, int], int], start: int) -> tuple[int, int]:
+        """Bytes of the segment that begins there and were pinned, and CUDA's error."""
+        address = self.bytes.data_ptr() + start
+        length = min(SEGMENT_BYTES, self.num_bytes - start)
+        for done in range(0, length, _POPULATE_BYTES):
+            # Before the driver, which holds others up while it pins. Refused by kernels before 5.14: no harm.
+            _madvise()(address + done, min(_POPULATE_BYTES, length - done), _POPULATE_WRITE)
+        code = pin(address, length)
+        if code:
+            return 0, code
+        self._registered.append(address)
+        return length, 0
 
 
 class PagedArena:
-    """`size` bytes of host memory that a card cannot read by itself, for systems that pin little (WSL2: about 1 GiB).
+    """Host memory that a card cannot read by itself, for systems that pin little (WSL2: about 1 GiB).
     What it is to have passes through a small pinned ring.
 
-    bytes: uint8 [size]. Raises DoesNotFitError where not even the ring can be pinned.
+    bytes: uint8 [size], the memory it is given. Raises DoesNotFitError where not even the ring can be pinned.
     """
 
-    def __init__(self, size: int) -> None:
-        self.bytes: Tensor = torch.empty(size, dtype=torch.uint8)
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
         self._ring = [torch.empty(RING_BYTES // 2, dtype=torch.uint8) for _ in range(2)]
         self._pins = [PinnedTensor(half) for half in self._ring]
         self._sent = [torch.cuda.Event() for _ in self._ring]
@@ -163,10 +205,20 @@ def _registrar() -> Callable[[int, int], int]:
     return register
 
 
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    """The system's, without the interpreter's lock, which Python's own holds."""
+    try:
+        call = ctypes.CDLL("libc.so.6").madvise
+    except (OSError, AttributeError):  # no glibc
+        return lambda address, size, advice: -1
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
 def _unregister(registered: list[int]) -> None:
-    cudart = torch.cuda.cudart()
     while registered:
-        cudart.cudaHostUnregister(registered.pop())
+        torch.cuda.cudart().cudaHostUnregister(registered.pop())
 
 
 def _too_large(asked: int, available: int, why: str) -> DoesNotFitError:
