@@ -57,13 +57,26 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
     parser.add_argument("--fill-kv", action="store_true")
     parser.add_argument("--own-tokens", action="store_true")
+    parser.add_argument("--tails", type=numbers, default=())
+    parser.add_argument("--beside", action="store_true")
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
     if (args.model is None) == (args.like is None):
         parser.error("give a folder or --like NAME")
     fields = ("kv", "dtype", "weights", "device", "as_arch", "threads")
     config = EngineConfig(**{name: getattr(args, name) for name in fields})
-    names = ("contexts", "sequences", "decode", "warmup", "vram", "fill_kv", "own_tokens", "seed")
+    names = (
+        "contexts",
+        "sequences",
+        "decode",
+        "warmup",
+        "vram",
+        "fill_kv",
+        "own_tokens",
+        "tails",
+        "beside",
+        "seed",
+    )
     settings = Settings(**{name: getattr(args, name) for name in names})
     with tempfile.TemporaryDirectory() as folder:
         model = args.model

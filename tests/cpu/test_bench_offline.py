@@ -90,6 +90,32 @@ def test_what_is_timed(family, monkeypatch):
     assert load["memory"]["planned_bytes"] > 0 and load["memory"]["used_bytes"] > 100 * MIB
 
 
+def test_tails_and_an_answer_beside(monkeypatch):
+    """A tail reads its own tokens alone, from where the context ends; another prompt is read between tokens."""
+    steps = steps_of(monkeypatch)
+    settings = Settings(contexts=(256,), decode=5, warmup=0, tails=(40, 130), beside=True)
+    [load] = measure(facts_of("qwen3_5_moe"), CONFIG, settings)["loads"]
+    assert [(row["tail"], len(row["seconds"]), row["link_bytes"]) for row in load["tails"]] == [
+        (40, 3, 0),
+        (130, 3, 0),
+    ]
+    assert steps.count([(256, 40)]) == 3 and steps.count([(256, 130)]) == 3
+    beside = load["beside"]
+    at_once = [step for step in steps if len(step) == 2 and sorted(length for _, length in step) == [1, 256]]
+    assert len(at_once) == 1 and beside["asked_gap_s"] == 0.25
+    assert 0 < beside["gap_s"]["max"] <= beside["seconds"] + 1e-3
+    [filled] = measure(
+        facts_of("llama"), CONFIG, Settings(contexts=(256,), decode=5, tails=(40,), fill_kv=True)
+    )["loads"]
+    assert steps.count([(256, 40)]) == 6 and filled["beside"] is None
+    for wrong, message in (
+        ({"tails": (0,)}, "tails are"),
+        ({"beside": True, "fill_kv": True}, "beside an answer"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Settings(**wrong)
+
+
 def test_bytes_of_a_step():
     """A dense model: every weight but the embedding's other rows once, K and V of what is held, by hand."""
     facts = facts_of("llama")  # embeddings tied to the head: read once, as the head

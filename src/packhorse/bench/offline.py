@@ -1,6 +1,6 @@
 """How fast a model reads prompts and decodes here, at given contexts and caps, beside what each link allows.
 
-    ceilings -> for each cap: load -> for each context: read prompts -> for each number of sequences: decode
+    ceilings -> for each cap: load -> for each context: read prompts, tails -> for each number of sequences: decode
 
 Times are of whole engine steps, from the scheduler to the sampled ids. Tokens are random, so that experts are wanted
 as the routers of the checkpoint have it and do not settle in the loop that a model without sense falls into.
@@ -25,7 +25,7 @@ from packhorse.bench.doctor import memory_rates, read_rate
 from packhorse.bench.serve import percentiles
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import ComputeError, UsageError
-from packhorse.core.types import PAGE_LEN, Request, SamplingParams
+from packhorse.core.types import PAGE_LEN, Event, Request, SamplingParams
 from packhorse.core.units import MIB, round_up
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import DTYPES, Loaded, check_device, choose_dtype, load_engine, set_threads
@@ -51,6 +51,12 @@ FIFTHS = 5
 FILL_LEN = 16_384
 """Tokens of random K and V that are made; a pool repeats them."""
 DISK_BYTES = 256 * MIB
+TAIL_RUNS = 3
+"""Follow-ups of one length that are timed."""
+ANSWER_LEN = 8192
+"""Tokens that the answer may have which is generated while a prompt is read."""
+BESIDE_LEN = 256
+"""Tokens of its own prompt."""
 LOST = 2 * PAGE_LEN
 """Tokens of a prompt that was kept which are read again, and one more."""
 Rates = dict[str, float]
@@ -60,7 +66,9 @@ Rates = dict[str, float]
 class Settings:
     """What is measured. contexts: tokens held before decoding. sequences: at once. decode: steps that count, after
     `warmup` that do not. vram: caps, each a load of its own; None: none. fill_kv: nothing is read, pages hold random
-    K and V and states are zero. own_tokens: each sequence goes on from what it drew.
+    K and V and states are zero. own_tokens: each sequence goes on from what it drew. tails: tokens of follow-ups to
+    each context, timed to their first token. beside: an answer is generated while the longest context is
+    read once more.
 
     Raises UsageError for what means nothing."""
 
@@ -71,6 +79,8 @@ class Settings:
     vram: tuple[int | None, ...] = (None,)
     fill_kv: bool = False
     own_tokens: bool = False
+    tails: tuple[int, ...] = ()
+    beside: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,6 +88,13 @@ class Settings:
             values = getattr(self, name)
             if not values or min(values) < 1:
                 raise UsageError(f"{name} are {values}.", hint="Give numbers from 1 on, by commas.")
+        if self.tails and min(self.tails) < 1:
+            raise UsageError(f"tails are {self.tails}.", hint="Give numbers from 1 on, by commas.")
+        if self.beside and self.fill_kv:
+            raise UsageError(
+                "A prompt is to be read beside an answer, and --fill-kv reads none.",
+                hint="Leave out one of --beside and --fill-kv.",
+            )
         if self.decode < FIFTHS or self.warmup < 0:
             raise UsageError(
                 f"decode is {self.decode}, warmup {self.warmup}.", hint=f"Time at least {FIFTHS} steps."
@@ -86,7 +103,7 @@ class Settings:
     @property
     def room(self) -> int:
         """Tokens that a sequence may come to hold beyond its context."""
-        return self.warmup + self.decode + 2
+        return max((self.warmup + self.decode + 2, *(tail + 1 for tail in self.tails)))
 
 
 def measure(
@@ -140,6 +157,8 @@ def _config(facts: ModelFacts, config: EngineConfig, settings: Settings, vram: i
     """Pools for the longest context and the most sequences."""
     longest, most = max(settings.contexts) + settings.room, max(settings.sequences)
     tokens, snapshots = most * round_up(longest, config.page_len), max(config.snapshots, 2 * most)
+    if settings.beside:
+        most, tokens = most + 1, tokens + round_up(longest, config.page_len) + ANSWER_LEN
     pools: dict[str, Any] = {
         "context": longest,
         "sequences": most,
@@ -159,23 +178,28 @@ def _measure_load(
     loaded = load_engine(facts, config, Mute)
     load_s, notes = time.perf_counter() - began, list(loaded.notes)
     run = Run(loaded, config, settings, ceilings)
-    prefill, decode = [], []
+    prefill, decode, tails = [], [], []
     for context in sorted(settings.contexts):
         prompts: list[tuple[int, ...]] = []
-        seconds: list[float] = []
+        reads: list[tuple[float, int]] = []
         for sequences in sorted(settings.sequences):
             new = [run.prompt(context, index) for index in range(len(prompts), sequences)]
-            seconds += [] if settings.fill_kv else [run.read(prompt) for prompt in new]
+            reads += [] if settings.fill_kv else [run.read(prompt) for prompt in new]
             prompts += new
             decode.append(run.decode(context, prompts))
             say(f"{context:,} tokens, {sequences} at once: {decode[-1]['tok_s']:.1f} tok/s")
-        if seconds:
-            prefill.append(run.prefill_row(context, seconds))
+        if reads:
+            prefill.append(run.prefill_row(context, reads))
             say(f"{context:,} tokens: read at {prefill[-1]['tok_s']:.0f} tok/s")
+        for tail in settings.tails:
+            tails.append(run.tail(context, prompts[0], tail))
+            say(f"{context:,} tokens and {tail:,}: first token in {min(tails[-1]['seconds']):.3f} s")
         run.engine.store.clear()
+    beside = run.beside(max(settings.contexts)) if settings.beside else None
     taken = memory(loaded, config)
     run.engine.close()
-    return {"load_s": load_s, "notes": notes, "memory": taken, "prefill": prefill, "decode": decode}
+    rows = {"prefill": prefill, "tails": tails, "beside": beside, "decode": decode}
+    return {"load_s": load_s, "notes": notes, "memory": taken} | rows
 
 
 def memory(loaded: Loaded, config: EngineConfig) -> dict[str, int | None]:
@@ -224,13 +248,58 @@ class Run:
         draw = random.Random(f"{self.settings.seed} {context} {index}")
         return tuple(draw.choices(range(self._footprint.facts.vocab_size), k=context))
 
-    def read(self, prompt: tuple[int, ...]) -> float:
-        """Seconds from a prompt to its first token, alone; what was read is kept."""
-        self.engine.add(self._request(prompt, 1, marks=(len(prompt),)))
+    def read(self, prompt: tuple[int, ...], *, store: bool = True) -> tuple[float, int]:
+        """Seconds from a prompt to its first token, alone, and bytes of experts that crossed the link for it; what was
+        read is kept, or (store) is not."""
+        before = self._link_bytes
+        self.engine.add(self._request(prompt, 1, marks=(len(prompt),), store=store))
         began = time.perf_counter()
         while self.engine.has_work:
             self._step()
-        return time.perf_counter() - began
+        return time.perf_counter() - began, self._link_bytes - before
+
+    def tail(self, context: int, prompt: tuple[int, ...], length: int) -> dict[str, Any]:
+        """A row of the document: a prompt that was read, and `length` tokens more, to the first token."""
+        if self.settings.fill_kv:
+            self.engine.store.held = context  # type: ignore[attr-defined]
+        try:
+            runs = [
+                self.read(prompt + self.prompt(length, -1 - run), store=False) for run in range(TAIL_RUNS)
+            ]
+        finally:
+            if self.settings.fill_kv:
+                self.engine.store.held = None  # type: ignore[attr-defined]
+        seconds, moved = zip(*runs, strict=True)
+        return {"context": context, "tail": length, "seconds": list(seconds), "link_bytes": max(moved)}
+
+    def beside(self, context: int) -> dict[str, Any]:
+        """Of the document: seconds between the tokens of one answer while another prompt is read, and until that one's
+        first token."""
+        length = min(BESIDE_LEN, context)
+        room = min(ANSWER_LEN, context + self.settings.room) - length
+        answer = self._request(self.prompt(length, 0), room, store=False)
+        self.engine.add(answer)
+        while not any(event.token_ids for event in self._step()):
+            pass
+        other = self._request(self.prompt(context, -1), 1, store=False)
+        self.engine.add(other)
+        began = last = time.perf_counter()
+        gaps: list[float] = []
+        while self.engine.scheduler.find(other.id) is not None:
+            tokens = sum(len(event.token_ids) for event in self._step() if event.request_id == answer.id)
+            now = time.perf_counter()
+            if tokens:
+                gaps.append(now - last)
+                last = now
+        self.engine.cancel(answer.id)
+        asked = self.engine.max_decode_gap
+        return {"context": context, "seconds": last - began, "gap_s": percentiles(gaps), "asked_gap_s": asked}
+
+    @property
+    def _link_bytes(self) -> int:
+        """Bytes of experts that crossed the link for prompts so far."""
+        graphs = self.engine.runner.graphs
+        return 0 if graphs is None or graphs.streamed is None else graphs.streamed.link_bytes["prompts"]
 
     def decode(self, context: int, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         """A row of the document: decode steps of as many sequences as there are prompts."""
@@ -253,10 +322,12 @@ class Run:
         read = self._step_bytes(context, len(prompts), experts) | {"disk": disk / settings.decode}
         return row | self._figures(len(prompts), times, read)
 
-    def _step(self) -> None:
-        for event in self.engine.step():
+    def _step(self) -> list[Event]:
+        events = self.engine.step()
+        for event in events:
             if event.error is not None:
                 raise event.error
+        return events
 
     def _steps(self, sequences: Sequence[LiveSequence], num: int) -> list[float]:
         """Seconds of each of `num` decode steps."""
@@ -270,11 +341,14 @@ class Run:
                     sequence.generated[-1] = self._random.randrange(self._footprint.facts.vocab_size)
         return times
 
-    def prefill_row(self, context: int, seconds: list[float]) -> dict[str, Any]:
+    def prefill_row(self, context: int, reads: Sequence[tuple[float, int]]) -> dict[str, Any]:
         """A row of the document: prompts of `context` tokens that were read one after the other."""
+        seconds = [read[0] for read in reads]
+        moved = statistics.median(read[1] for read in reads) / context
         median, spread = statistics.median(seconds), [context / max(seconds), context / min(seconds)]
         flops = prefill_flops(self._footprint, 0, context) / median
         row = {"context": context, "seconds": seconds, "tok_s": context / median, "range_tok_s": spread}
+        row |= {"link_bytes_token": moved}
         return row | {"flops_s": flops, "ratio": flops / self.ceilings["products"]}
 
     def _figures(self, sequences: int, times: list[float], read: Rates) -> dict[str, Any]:
@@ -346,10 +420,11 @@ def fill(engine: Engine) -> None:
 
 
 class _Filled:
-    """A store whose sequences begin at the last token of their prompts."""
+    """A store whose sequences begin at the last token of their prompts, or (held) behind so many tokens."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
+        self.held: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -358,7 +433,7 @@ class _Filled:
         """See KVStore."""
         sequence = self._store.open(*args, **options)
         if sequence is not None:
-            sequence.position, sequence.wanted = sequence.prompt_len - 1, []
+            sequence.position, sequence.wanted = self.held or sequence.prompt_len - 1, []
         return sequence
 
 

@@ -29,7 +29,20 @@ def _load_lines(load: dict[str, Any]) -> list[str]:
     for row in load["prefill"]:
         lines.append(
             f"{row['context']:>9,} tokens read in {min(row['seconds']):.2f} s, {row['tok_s']:.0f} tok/s, "
-            f"{row['flops_s'] / 1e12:.3g} TFLOP/s = {row['ratio']:.2f} of products"
+            f"{row['flops_s'] / 1e12:.3g} TFLOP/s = {row['ratio']:.2f} of products, "
+            f"{row['link_bytes_token'] / 1e6:.3f} MB over the link a token"
+        )
+    for row in load["tails"]:
+        lines.append(
+            f"{row['context']:>9,} tokens held and {row['tail']:,} more: first token in {min(row['seconds']):.3f} s "
+            f"(of {len(row['seconds'])}, the slowest {max(row['seconds']):.3f} s), {row['link_bytes'] / 1e9:.2f} GB "
+            "over the link"
+        )
+    if load["beside"] is not None:
+        row, gap = load["beside"], load["beside"]["gap_s"]
+        lines.append(
+            f"{row['context']:>9,} tokens read in {row['seconds']:.2f} s beside an answer: its tokens came every "
+            f"{gap['p50']:.3f} s, the longest gap {gap['max']:.3f} s (asked {row['asked_gap_s']:g})"
         )
     if any(row["filled"] for row in load["decode"]):
         lines.append("nothing was read: K and V are random, states are zero")

@@ -61,7 +61,7 @@ _TAKEN = {
     What.SERVE: "against model api_key requests clients rate prompt_words shared_words max_tokens seed report",
     What.SYNTH: "target like recipe router layers seed",
     What.OFFLINE: "target contexts sequences decode warmup vram kv dtype weights device as_arch threads fill_kv "
-    "own_tokens history seed report",
+    "own_tokens tails beside history seed report",
     What.COMPARE: "target after history",
 }
 """Parameters of each kind beside `json`."""
@@ -92,6 +92,7 @@ def command(
     vram: offline.Vram = None, kv: offline.Kv = "auto", dtype: offline.Dtype = "auto",
     weights: offline.Weights = "auto", device: offline.Device = "cpu", as_arch: offline.AsArch = None,
     threads: offline.Threads = None, fill_kv: offline.FillKv = False, own_tokens: offline.OwnTokens = False,
+    tails: offline.Tails = None, beside: offline.Beside = False,
     history: offline.History = None, seed: Seed = Load.seed, report: Report = None, json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Exit code 1 where a request failed: the figures are printed all the same."""
@@ -103,7 +104,7 @@ def command(
     elif what is What.OFFLINE:
         settings = {
             "contexts": contexts, "sequences": sequences, "vram": vram, "decode": decode, "warmup": warmup,
-            "fill_kv": fill_kv, "own_tokens": own_tokens, "seed": seed,
+            "fill_kv": fill_kv, "own_tokens": own_tokens, "tails": tails, "beside": beside, "seed": seed,
         }  # fmt: skip
         config = {"kv": kv, "dtype": dtype, "weights": weights, "device": device, "as_arch": as_arch}
         offline.run_offline(target, settings, config | {"threads": threads}, history, report, json)

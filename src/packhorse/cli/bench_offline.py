@@ -37,6 +37,8 @@ AsArch = Annotated[int | None, _option("--as-arch", "75", "treat the card as a T
 Threads = Annotated[int | None, _option("--threads", "N", "CPU threads.")]
 FillKv = Annotated[bool, _option("--fill-kv", None, "read no prompt: random K and V, states of zeros.")]
 OwnTokens = Annotated[bool, _option("--own-tokens", None, "go on from what was drawn, not random tokens.")]
+Tails = Annotated[str | None, _option("--tails", "N,N", "tokens of follow-ups, timed to the first token.")]
+Beside = Annotated[bool, _option("--beside", None, "read the longest context beside an answer, too.")]
 History = Annotated[Path | None, _option("--history", "DIR", "where runs are kept, for compare.")]
 
 
@@ -59,6 +61,7 @@ def run_offline(
 
     caps = [None if size == "none" else parse_bytes(size) for size in (settings["vram"] or "none").split(",")]
     lists = {name: numbers(settings[name], name) for name in ("contexts", "sequences")}
+    lists["tails"] = numbers(settings["tails"], "tails") if settings["tails"] else ()
     wanted = Settings(**settings | lists | {"vram": tuple(caps)})
     facts = read_model(find_model(model, None, False))
     document = measure(facts, EngineConfig(**config), wanted, note) | origin(sys.argv)
