@@ -145,6 +145,7 @@ def _assemble(
         exact=config.exact,
         device=config.device,
         segment_len=sizes.segment_len,
+        joined=sizes.joined_segments,
         secret=b"" if disk is None else disk.secret,
         seed=identity,
     )

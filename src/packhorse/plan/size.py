@@ -36,6 +36,8 @@ SM_FLOPS = {75: 0.79e12, 80: 2.89e12, 86: 0.87e12, 89: 1.29e12, 90: 7.5e12, 100:
 figures for whole cards. Of one between two, the lower's."""
 SWEEP_LEN = 65_536
 """Tokens of a sweep where weights are streamed and nothing else was asked for."""
+JOINED_SEGMENTS = 8
+"""Of keys, that few queries on a card read at once at most."""
 SWEEP_CHUNKS = 2
 """Chunks of a sweep where all weights lie on a card: enough for others to go on between units of one layer."""
 SWEEP_SHARE = 8
@@ -47,9 +49,9 @@ SCORES_COPIES = 4
 @dataclass(frozen=True)
 class Sizes:
     """What the engine allocates. kv: the codec of K and V. context: tokens one request may hold. chunk_len: prompt
-    tokens of a step. segment_len:
-    keys attention reads at once; None is the store's own choice. expert_slots: routed experts that the card holds at
-    once, None where it holds all or there are none; expert_bytes: these slots and the buffers of two layers.
+    tokens of a step. segment_len: keys attention reads at once; None is the store's own choice. joined_segments: of
+    these, that few queries read at once. expert_slots: routed experts that the card holds at once, None where it holds
+    all or there are none; expert_bytes: these slots and the buffers of two layers.
     sweep_len: tokens of a sweep, 0 where prompts are not read in sweeps; workspace_bytes has its residuals.
     host_bytes: of a card's weights that lie in host memory, pinned_bytes the experts of them. runtime_bytes: what
     the device takes beside all this. notes: what was decided that a person may not expect."""
@@ -64,6 +66,7 @@ class Sizes:
     workspace_bytes: int
     chunk_len: int = CHUNK_LEN
     segment_len: int | None = None
+    joined_segments: int = 1
     packed: bool = False
     expert_slots: int | None = None
     expert_bytes: int = 0
@@ -157,6 +160,7 @@ def size_engine(
         sweep_len=sweep_len,
         chunk_len=_chunk(config),
         segment_len=_segment_len(facts, config, dtype),
+        joined_segments=_joined_segments(facts, config, dtype),
     )
     if config.device != "cpu":
         fixed = replace(fixed, runtime_bytes=runtime_bytes or account.runtime_bytes())
@@ -416,6 +420,14 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, *, dec
     scores = SCORES_COPIES * 4 * facts.num_heads * _chunk(config) * segment_len
     keys = 3 * 4 * segment_len * 2 * facts.num_kv_heads * facts.head_dim
     return total + scores + keys
+
+
+def _joined_segments(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
+    """Segments that few queries read at once, in the memory that the rows of a whole chunk would take."""
+    if config.device == "cpu" or dtype == "fp32" or not facts.num_full_layers:
+        return 1
+    room = account.activation_bytes(facts, _chunk(config))
+    return max(1, min(JOINED_SEGMENTS, room // account.kv_decode_bytes(facts, account.SEGMENT_LEN)))
 
 
 def _segment_len(facts: ModelFacts, config: EngineConfig, dtype: str) -> int | None:

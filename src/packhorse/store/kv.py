@@ -32,12 +32,15 @@ from packhorse.store.resume import Resumable
 from packhorse.store.snapshots import StateSlots, WantedSnapshot, wanted_positions
 from packhorse.store.tier import ComputeTier, StoreGeometry
 from packhorse.store.transfer import copy_layer_state, copy_state, zero_state
-from packhorse.store.views import Fragment, PagesView, StateView, Step
+from packhorse.store.views import Fragment, PagesView, StateView, Step, join
 
 SEGMENT_LEN = 8192
 """Tokens of a KV segment at most: attention's workspace grows with it, the number of merges falls."""
 MAX_RUNS = 8
 """Runs of consecutive pages into which a segment is cut at most; with more of them it is gathered."""
+FEW_QUERIES = 1024
+"""Tokens up to which a span reads several segments at once, where the store allows it: then kernels are short, and
+their number counts."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class KVStore:
 
     num_pages: pages of each full-attention layer. sequences: open at once. snapshots: recurrent states kept
     for reuse. snapshot_len: their absolute grid, in tokens. exact: segments of a fixed shape, and room for
-    pending rows. segment_len: None takes this module's default. poison: free memory is NaN (tests). secret:
+    pending rows. segment_len: None takes this module's default. joined: segments that spans of at most FEW_QUERIES
+    tokens read at once. poison: free memory is NaN (tests). secret:
     keys the hash chain. seed: hashed into every chain, what the pages are of.
 
     before_taking, an attribute: called before pages are taken, so that who was lent `idle_pages` leaves them.
@@ -146,6 +150,7 @@ class KVStore:
         exact: bool = False,
         device: torch.device | str = "cpu",
         segment_len: int | None = None,
+        joined: int = 1,
         poison: bool = False,
         secret: bytes = b"",
         seed: bytes = b"",
@@ -165,6 +170,7 @@ class KVStore:
         self.page_len = page_len
         self.snapshot_len = snapshot_len
         self.segment_len = segment_len
+        self._joined = joined
         self.exact = exact
         self._slots = StateSlots(sequences, snapshots if geometry.is_hybrid else 0)
         self._tier = ComputeTier(
@@ -377,7 +383,8 @@ class KVStore:
             runs = consecutive_runs(page_ids)
             target = runs[0] if len(runs) == 1 else page_ids
             step.targets[span.row] = (target, span.position - first * self.page_len)
-            step.fragments[span.slot] = sequence.fragments
+            few = self._joined > 1 and span.length <= FEW_QUERIES
+            step.fragments[span.row] = join(sequence.fragments, self._joined) if few else sequence.fragments
         layers = range(len(self.geometry.layer_kinds))
         return [
             PagesView(step, self._bound[i], self.geometry.codec.format.rotated)

@@ -10,6 +10,7 @@ from torch import Tensor
 from packhorse.core.protocols import DeltaState, Segment
 from packhorse.core.types import Span
 from packhorse.quant.codec import CodecPages
+from packhorse.store.pages import consecutive_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,22 @@ class Fragment:
     page_ids: Sequence[int]
 
 
+def join(fragments: Sequence[Fragment], count: int) -> list[Fragment]:
+    """Fragments that follow on one another, `count` of them as one."""
+    joined = []
+    for first in range(0, len(fragments), count):
+        parts = fragments[first : first + count]
+        page_ids = [page for part in parts for page in part.page_ids]
+        runs = consecutive_runs(page_ids)
+        length = sum(part.length for part in parts)
+        joined.append(Fragment(parts[0].start, length, runs[0] if len(runs) == 1 else page_ids))
+    return joined
+
+
 class Step:
     """What all layer views of one step share.
 
-    targets: by row of a span, the pages it writes and its place in them. fragments: by slot.
+    By row of a span: targets, the pages it writes and its place in them; fragments, what it reads.
     """
 
     __slots__ = ("fragments", "spans", "targets")
@@ -80,7 +93,7 @@ class PagesView(_LayerView):
         self._pages.write(page_ids, start, k, v)
 
     def segments(self, span: Span, stop: int) -> Iterator[Segment]:
-        for fragment in self._step.fragments[span.slot]:
+        for fragment in self._step.fragments[span.row]:
             length = stop - fragment.start
             if length <= 0:
                 return
