@@ -10,6 +10,7 @@ from packhorse.core.formats import kv_token_bytes
 from packhorse.core.types import LayerKind, Span
 from packhorse.facts.model import DeltaFacts
 from packhorse.quant.codec import PlainCodec
+from packhorse.store import kv
 from packhorse.store.kv import MAX_RUNS, KVStore
 from packhorse.store.tier import ALIGNMENT, StoreGeometry
 
@@ -467,6 +468,36 @@ def test_a_segment_is_cut_where_pages_are_not_consecutive_or_gathered(num_runs, 
     for other in ones[1::2]:
         store.close(other)
     model.check_all_free(store)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_few_queries_read_several_segments_at_once(apart, monkeypatch):
+    """The same keys in fewer pieces, gathered where pages lie apart; many queries read segment by segment."""
+    monkeypatch.setattr(kv, "FEW_QUERIES", 0)
+    store = model.make_store(num_pages=24, sequences=9, segment_len=2 * PAGE, joined=3)
+    if apart:
+        ones = [store.open([i], 1) for i in range(8)]
+        for other in ones[::2]:
+            store.close(other)
+    tokens = text(8 * PAGE)
+    sequence = store.open(tokens, 8 * PAGE)
+    model.prefill(store, sequence, chunk=3)
+    monkeypatch.setattr(kv, "FEW_QUERIES", 5)
+    lengths = {}
+    for length in (6, 5):
+        span = Span(sequence.slot, 0, 8 * PAGE - length, length)
+        sequence.position = span.position
+        segments = list(store.views([span])[0].segments(span, span.end))
+        sequence.in_step = False
+        lengths[length] = [len(segment.k) for segment in segments]
+        k, v = model.expected_kv(tuple(tokens), 0, span.end, 0)
+        assert torch.equal(torch.cat([segment.k for segment in segments]), k)
+        assert torch.equal(torch.cat([segment.v for segment in segments]), v)
+        assert [segment.start for segment in segments] == [
+            sum(lengths[length][:n]) for n in range(len(segments))
+        ]
+    assert lengths[6] == [2 * PAGE] * 4 if not apart else sum(lengths[6]) == 8 * PAGE
+    assert len(lengths[5]) < len(lengths[6]) and (apart or lengths[5] == [6 * PAGE, 2 * PAGE])
 
 
 def test_two_spans_of_one_sequence_in_a_step():
