@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import oracle
-from engines import ask, make_engine, tiny_model
+from engines import ask, make_engine, run_all, tiny_model
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CancelledRequestError, ComputeError, PromptTooLongError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams
-from packhorse.engine.engine import Engine
+from packhorse.engine.engine import GIVEN_MORE, Engine
+from packhorse.engine.experts import StreamedExperts
 from packhorse.engine.load import warm_up
 from packhorse.engine.schedule import Step, Sweep
 
@@ -225,3 +226,65 @@ def test_room_is_made_before_the_store_takes_pages(monkeypatch):
     )
     ask(engine, STREAMS[0][:100], max_tokens=2)
     assert calls == ["room", "take"]
+
+
+class GivingExperts(StreamedExperts):
+    """Experts that have some of a card's memory to give up."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.asked = left, []
+
+    @property
+    def held(self) -> dict[str, int]:
+        return {"slots": self.left}
+
+    def give_back(self, size: int) -> int:
+        self.asked.append(size)
+        freed = min(self.left, size)
+        self.left -= freed
+        return freed
+
+
+@pytest.mark.parametrize("sweep", [{}, {"sweep_len": 128, "tail_len": 64}])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+def test_a_step_without_memory_is_computed_again(family, sweep, monkeypatch, capsys):
+    """Wherever it fails, after it has changed states too: experts give memory up, and answers are the same. Whoever
+    fails again ends, and so does everyone when there is nothing left to give."""
+    experts = GivingExperts(10**12)
+    engine = make_engine(tiny_model(family, True), chunk_len=64, sequences=3, experts=experts, **sweep)
+    engine.runner.make_room = lambda: None
+    fails: set[int] = set()
+    calls = [0]
+
+    def failing(true):
+        def run(*args):
+            found = true(*args)
+            calls[0] += 1
+            if calls[0] in fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 ...")
+            return found
+
+        return run
+
+    monkeypatch.setattr(engine.runner, "run", failing(engine.runner.run))
+    if engine.sweeper is not None:
+        monkeypatch.setattr(engine.sweeper, "_run_unit", failing(engine.sweeper._run_unit))
+    for at in (1, 2, 5, 9, 14):
+        calls[0], fails = 0, {at}
+        for stream in range(3):
+            ids, sampling = tuple(STREAMS[stream][:200]), SamplingParams(max_tokens=8)
+            engine.add(Request(f"{stream}", ids, sampling, store=False))
+        events = run_all(engine)
+        for stream in range(3):
+            tokens = [token for event in events[f"{stream}"] for token in event.token_ids]
+            assert tokens == alone(family, stream, 200), f"call {at}"
+    assert len(experts.asked) == 5 and set(experts.asked) == {GIVEN_MORE + 3 * 2**19}
+    assert capsys.readouterr().err.count("ran out of memory over 1.50 MiB") == 5
+    for left, found in ((10**12, 6), (0, 7)):
+        experts.left = left
+        calls[0], fails = 0, {3, 4, 5, 6, 7, 8, 9}
+        engine.add(Request("r", tuple(STREAMS[0][:100]), SamplingParams(max_tokens=8), store=False))
+        with pytest.raises(torch.OutOfMemoryError):
+            run_all(engine)
+        assert [event.request_id for event in engine.recover(ComputeError("no memory"))] == ["r"]
+        assert len(experts.asked) == found and not engine.has_work

@@ -54,6 +54,7 @@ def card(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 1 << 40)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(module, "apply_changes", apply_changes)
@@ -168,6 +169,35 @@ def test_every_address_holds_its_expert(share, card):
         assert most > 2 * EXPERTS
     else:
         assert missed == {True: 0, False: 0}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_slots_are_given_back_at_any_time(share, card):
+    """Whoever had a slot that goes is read from host memory, and never again from the slot; as many are left as one
+    step may fill."""
+    rng, arena = np.random.default_rng(4), Arena()
+    least = LAYERS * module.SPARES
+    experts = StreamedExperts(model_of(arena), arena, int(share * LAYERS * EXPERTS) + least)
+    most, num_slots = len(experts.slots), []
+    for step in range(300):
+        if step % 60 in (37, 38):
+            gone = [*experts.slots._pieces]
+            before, evicted = len(experts.slots), experts.cache.evictions
+            freed = experts.give_back(int(rng.integers(1, 9)) * SIZE)
+            for piece in gone[len(experts.slots._pieces) :]:
+                piece.fill_(0xFF)
+            assert freed >= (before - len(experts.slots)) * SIZE and not experts.held["guests"]
+            assert experts.held["slots"] == len(experts.slots) - least
+            assert experts.cache.evictions - evicted <= before - len(experts.slots) + least
+            num_slots.append(len(experts.slots))
+        decode_step(experts, rng, arena)
+    assert num_slots == sorted(num_slots, reverse=True) and most > num_slots[-1] >= least
+    assert most - num_slots[-1] == experts.counts["given_back"]
+    experts.give_back(1 << 60)
+    assert least <= len(experts.slots) < least + 3, "whole pieces of 3 slots"
+    assert experts.give_back(1 << 60) == 0
+    for _ in range(40):
+        decode_step(experts, rng, arena)
 
 
 def test_idle_pages_hold_experts_until_pages_are_taken(card, monkeypatch):

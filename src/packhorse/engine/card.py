@@ -5,13 +5,14 @@ card | others | our context and modules | torch's allocator: pools, buffers, gra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from packhorse.core.errors import DoesNotFitError
-from packhorse.core.units import MIB, format_bytes
+from packhorse.core.units import MIB, format_bytes, parse_bytes
 from packhorse.facts.machine import DISPLAY_BYTES
 from packhorse.facts.nvml import has_display, process_bytes
 
@@ -81,6 +82,12 @@ class CardMemory:
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
         return ours
+
+
+def asked_bytes(error: torch.OutOfMemoryError) -> int:
+    """What the allocation asked for that failed, from the allocator's words; 0 where they say nothing of it."""
+    found = re.search(r"Tried to allocate ([\d.]+ (?:[KMG]i)?)b(?:ytes)?", str(error), re.IGNORECASE)
+    return 0 if found is None else parse_bytes(found[1] + "B")
 
 
 @contextmanager

@@ -6,14 +6,17 @@ add -> schedule -> views -> run -> sample -> complete -> events
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import TAIL_LEN, Event, FinishReason, Request, SamplingParams, TokenLogprob
-from packhorse.core.units import MIB
+from packhorse.core.units import MIB, format_bytes
+from packhorse.engine.card import asked_bytes
 from packhorse.engine.experts import FetchedExperts, StreamedExperts
 from packhorse.engine.heap import give_back_freed
 from packhorse.engine.output import Detokenizer, Output, Piece
@@ -30,6 +33,8 @@ MEASURED_TOKENS = 64
 """Prompt tokens of a step that says how fast prompts are read."""
 HEAP_TOKENS = 512
 """Prompt tokens whose working memory is worth giving back where nothing else is to be computed."""
+GIVEN_MORE = 256 * MIB
+"""What experts give up of the card's memory beside what a step asked for and did not get."""
 
 
 class Engine:
@@ -89,6 +94,8 @@ class Engine:
         self._drawn = False
         self._samplers: dict[str, Sampler] = {}
         self._outputs: dict[str, Output] = {}
+        # Whom the card once had no memory for.
+        self._short: set[str] = set()
 
     @property
     def has_work(self) -> bool:
@@ -130,12 +137,16 @@ class Engine:
 
         Every live request gets exactly one event with a `finish` in its life. An error of one request ends
         that request; an error of the step itself is raised, and then `recover` must be called before anything
-        else.
+        else. Where a card has no memory left for a step and experts can give some up, they do, and it is computed
+        once more.
         """
         self._step, self._drawn = None, False
         self._step = step = self.scheduler.schedule()
         began = self._clock()
-        events = self._run_step(step) if step.sweep is None else self._run_slice(step, step.sweep)
+        try:
+            events = self._run_step(step) if step.sweep is None else self._run_slice(step, step.sweep)
+        except torch.OutOfMemoryError as error:
+            events = self._make_memory(step, error)
         self.write_behind()
         self._step_s = self._clock() - began if step.sweep is None else 0.0
         if not self.has_work and self._read_len >= HEAP_TOKENS:
@@ -186,13 +197,10 @@ class Engine:
         events = [self._fail(sequence, why) for sequence, why in step.refused if sequence.id in self._outputs]
         if step.sweep is not None:
             return events + ([self._fail(step.sweep.next_sequence, error)] if step.sweep.works else [])
-        live = [work for work in step.spans if self.scheduler.find(work.sequence.id) is work.sequence]
+        live = self._live_works(step)
         if self._drawn or len(live) == 1:
             return events + [self._fail(work.sequence, error) for work in live]
-        for work in live:
-            assert isinstance(work.sequence.handle, StoredSequence)
-            self.store.rewind(work.sequence.handle)
-            del work.sequence.prompt_logprobs[work.sequence.position :]
+        self._rewind(work.sequence for work in live)
         self.scheduler.isolate(live)
         return events
 
@@ -246,16 +254,50 @@ class Engine:
     def _run_slice(self, step: Step, sweep: Sweep) -> list[Event]:
         """Units of a sweep, until others have to go on; a sequence that has passed all layers is completed."""
         assert self.sweeper is not None
-        events = [self._fail(sequence, error) for sequence, error in step.refused]
         began = self._clock()
         logits = self.sweeper.run(sweep, self.max_decode_gap - self._step_s)
         self._sweep_s += self._clock() - began
+        events = []
         passed = sweep.passed
         if passed is not None:
             events.append(self._complete_swept(sweep, passed, logits))
         if self.scheduler.sweep is None:
             self._note_sweeps(self.sweeper)
+        events += [self._fail(sequence, error) for sequence, error in step.refused]
         return events + [self._event(sequence) for sequence in sweep.sequences]
+
+    def _make_memory(self, step: Step, error: torch.OutOfMemoryError) -> list[Event]:
+        """The card has no memory left for a step: experts give some up, and its sequences go back to where they can be
+        computed once more. Raises `error` where that is of no use."""
+        works = self._live_works(step) if step.sweep is None else step.sweep.works
+        sequences = list(dict.fromkeys(work.sequence for work in works))
+        again = any(sequence.id in self._short for sequence in sequences)
+        if self._drawn or again or not isinstance(self.experts, StreamedExperts):
+            raise error
+        size = asked_bytes(error)
+        freed = self.experts.give_back(size + GIVEN_MORE)
+        if not freed:
+            raise error
+        held = self.experts.held["slots"]
+        note = f"the card ran out of memory over {format_bytes(size)}: experts gave {format_bytes(freed)} up"
+        print(f"{note}, {held:,} are left there", file=sys.stderr, flush=True)
+        self._short |= {sequence.id for sequence in sequences}
+        self._rewind(sequences)
+        if step.sweep is None:
+            self.scheduler.isolate(works)
+        for sequence in sequences:
+            self.scheduler.leave_sweep(sequence)
+        return [self._fail(sequence, why) for sequence, why in step.refused if sequence.id in self._outputs]
+
+    def _live_works(self, step: Step) -> list[Work]:
+        return [work for work in step.spans if self.scheduler.find(work.sequence.id) is work.sequence]
+
+    def _rewind(self, sequences: Iterable[LiveSequence]) -> None:
+        """Have sequences go back to where their state is known."""
+        for sequence in sequences:
+            assert isinstance(sequence.handle, StoredSequence)
+            self.store.rewind(sequence.handle)
+            del sequence.prompt_logprobs[sequence.position :]
 
     def _complete_swept(self, sweep: Sweep, sequence: LiveSequence, logits: Tensor | None) -> Event:
         works = sweep.works_of(sequence)
@@ -307,6 +349,7 @@ class Engine:
             # A request that failed may have written NaN long before its logits showed it.
             self.store.close(handle, keep=piece.finish is not FinishReason.ERROR)
         del self._samplers[sequence.id], self._outputs[sequence.id]
+        self._short.discard(sequence.id)
         return event
 
     def _event(

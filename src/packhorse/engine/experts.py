@@ -26,6 +26,7 @@ from packhorse.core.units import MIB, ceil_div
 from packhorse.kernels.experts.cuda import (
     MAX_EXPERTS,
     MAX_TOP_K,
+    NO_SLOT,
     ExpertFills,
     ExpertTable,
     apply_changes,
@@ -49,6 +50,7 @@ KEPT_FREE = 128 * MIB
 KEPT_FOR_TIERS = 384 * MIB
 """The same where pages may leave for a tier below: a layer's are gathered first."""
 _PIECE = 64 * MIB
+"""What is taken of the card's memory for experts at once, and given back at once."""
 HOST = 1
 """Bit of an address that says that it is of host memory."""
 
@@ -80,20 +82,17 @@ class StreamedExperts:
         layout, device = blocks.layout, torch.device(model.device)
         self.blocks, self.arena = blocks, arena
         self.cache = ExpertCache(len(layout.layers), layout.num_experts, num_slots, SPARES)
-        self.slots = aligned_bytes(num_slots * layout.block_bytes, model.device).view(num_slots, -1)
-        home = _addresses(blocks, HOST)
-        address = home.clone()
-        resident = torch.from_numpy(self.cache.slots >= 0)
-        held = torch.from_numpy(self.cache.slots)[resident]
-        address[:, : layout.num_experts][resident] = self._slot_addresses(held)
-        self.table = _table(blocks, address.to(device), ExpertFills.empty(home.to(device), SPARES))
+        self.slots = _Slots(num_slots, layout.block_bytes, model.device)
+        self.given_back = 0
+        home = _addresses(blocks, HOST).to(device)
+        self.table = _table(blocks, home.clone(), ExpertFills.empty(home, SPARES))
+        self._enter_slots()
         self.counters = new_counters(device)
-        places = self.slots.data_ptr(), layout.block_bytes
-        self._updates = _Updates(self.table, self.cache, *places, self.counters)
+        self._updates = _Updates(self.table, self.cache, self.slots, self.counters)
         self._buffers = _LayerBuffers(blocks, arena, device)
         self._guests = _Guests(self.table, self.cache, self._buffers, layout.block_bytes)
         self._quiet = 0
-        for layer, expert in resident.nonzero().tolist():
+        for layer, expert in np.argwhere(self.cache.slots >= 0).tolist():
             self._buffers.fetch_expert(layer, expert, self.slots[int(self.cache.slots[layer, expert])])
         torch.cuda.current_stream().synchronize()
         _hand_out(model, self)
@@ -101,7 +100,7 @@ class StreamedExperts:
     @property
     def counts(self) -> dict[str, int]:
         """Experts that decode steps so far used (the shared one too), each once a layer and step, those of them that
-        were read over the link, those that were kept, and those that left; as of a step ago."""
+        were read over the link, those that were kept, and those that left, as of a step ago; and slots given back."""
         used, _, _, host, kept = self._updates.counted()
         size = self.blocks.layout.block_bytes
         return {
@@ -109,6 +108,7 @@ class StreamedExperts:
             "missed": host // size,
             "kept": kept // size,
             "left": self.cache.evictions,
+            "given_back": self.given_back,
         }
 
     @property
@@ -182,8 +182,64 @@ class StreamedExperts:
         address = self.table.address[number : number + 1] & ~HOST
         return replace(self.table, address=address, fills=None)
 
-    def _slot_addresses(self, slots: Tensor) -> Tensor:
-        return self.slots.data_ptr() + slots * self.blocks.layout.block_bytes
+    def give_back(self, size: int) -> int:
+        """Between steps: the card has no memory left. Guests leave, and slots worth `size` bytes go, as far as decode
+        steps can do without them; the experts in them are read from host memory again. Returns the bytes that are free
+        then, or back with the driver: 0 where there was nothing to give."""
+        torch.cuda.synchronize()  # nobody reads what is given back
+        freed = self._guests.taken
+        self.make_room()
+        wanted = len(self.slots) - ceil_div(size, self.blocks.layout.block_bytes)
+        kept = self.slots.whole(max(wanted, self.cache.spares.size))
+        if kept < len(self.slots):
+            gone = len(self.slots) - kept
+            self.cache.shrink(kept)
+            self._updates.restart()
+            self._enter_slots()
+            torch.cuda.synchronize()  # the table names them no more
+            self.slots.cut(kept)
+            self.given_back += gone
+            freed += gone * self.blocks.layout.block_bytes
+        torch.cuda.empty_cache()
+        return freed
+
+    def _enter_slots(self) -> None:
+        """Have the table say, of all experts, what the cache says: a slot, or host memory."""
+        assert self.table.fills is not None
+        address = self.table.fills.home.to("cpu", copy=True)
+        layer, expert = np.nonzero(self.cache.slots >= 0)
+        held = self.slots.addresses[self.cache.slots[layer, expert]]
+        address[torch.from_numpy(layer), torch.from_numpy(expert)] = torch.from_numpy(held)
+        self.table.address.copy_(address)
+
+
+class _Slots:
+    """Places on the card for one expert each, in pieces that can be given back."""
+
+    def __init__(self, count: int, block_bytes: int, device: str) -> None:
+        self._len = max(1, _PIECE // block_bytes)  # of a piece
+        sizes = [min(self._len, count - first) for first in range(0, count, self._len)]
+        self._pieces = [aligned_bytes(size * block_bytes, device).view(size, -1) for size in sizes]
+        self.addresses: Ints = np.array([slot.data_ptr() for slot in self], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (slot for piece in self._pieces for slot in piece)
+
+    def __getitem__(self, slot: int) -> Tensor:
+        """uint8 [block_bytes]."""
+        return self._pieces[slot // self._len][slot % self._len]
+
+    def whole(self, count: int) -> int:
+        """The least number of whole pieces' slots that is not below `count`."""
+        return min(len(self), ceil_div(count, self._len) * self._len)
+
+    def cut(self, count: int) -> None:
+        """Keep `count`, see `whole`: the memory of the others goes to the allocator."""
+        del self._pieces[ceil_div(count, self._len) :]
+        self.addresses = self.addresses[:count]
 
 
 class FetchedExperts:
@@ -288,14 +344,12 @@ class _StagedStacks:
 class _Updates:
     """Carries the host's decisions to the card and what steps did back."""
 
-    def __init__(
-        self, table: ExpertTable, cache: ExpertCache, slots: int, block_bytes: int, counters: Tensor
-    ) -> None:
+    def __init__(self, table: ExpertTable, cache: ExpertCache, slots: _Slots, counters: Tensor) -> None:
         assert table.fills is not None
         self._counters, self._counted = counters, torch.zeros_like(counters, device="cpu").pin_memory()
-        self._fills, self._late = table.fills, LateUpdates(cache, table.address.shape[1])
-        self._num_experts = cache.num_experts
-        self._slots, self._block_bytes = slots, block_bytes
+        self._fills, self._row_len = table.fills, table.address.shape[1]
+        self._cache, self._slots = cache, slots
+        self._late = LateUpdates(cache, self._row_len)
         self._used = torch.full_like(self._fills.used, -1, device="cpu").pin_memory()
         self._filled = torch.full_like(self._fills.filled, -1, device="cpu").pin_memory()
         self._rows = torch.full_like(self._fills.changes, -1, device="cpu").pin_memory()
@@ -307,12 +361,19 @@ class _Updates:
         if self._running:
             self._over.synchronize()
             used = self._used.numpy().astype(np.int64)
-            used[used >= self._num_experts] = -1  # the shared one
+            used[used >= self._cache.num_experts] = -1  # the shared one
             step = used, self._filled.numpy().astype(np.int64)
         rows = self._late.begin(step)
-        rows[:, 2] = np.where(rows[:, 1] >= 0, self._slots + rows[:, 2] * self._block_bytes, -1)
+        rows[:, 2] = np.where(rows[:, 1] >= 0, self._slots.addresses[rows[:, 2]], -1)
         self._rows.numpy()[:] = rows
         self._fills.changes.copy_(self._rows, non_blocking=True)
+
+    def restart(self) -> None:
+        """As at first: no place has a slot. What the last step filled is forgotten."""
+        self._late = LateUpdates(self._cache, self._row_len)
+        self._running = False
+        self._filled.fill_(-1)
+        self._fills.filled.fill_(NO_SLOT)
 
     def on_their_way(self) -> Ints:
         """Experts [n, 2] whose entries the coming step writes: those that the step before was to keep have a slot from
@@ -362,6 +423,11 @@ class _Guests:
     def count(self) -> int:
         """Guests that steps find."""
         return sum(len(entries) for entries in self._here)
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the allocator's free memory that they have."""
+        return sum(piece.numel() for piece in self._free)
 
     def invite(self, but: Ints) -> bool:
         """Copy a few more experts of a round, or, once all of it are there, show them to the next step. but: experts

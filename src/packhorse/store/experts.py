@@ -77,6 +77,20 @@ class ExpertCache:
         self.spares[layer, place] = freed
         return Changes(victims, np.stack((layer, place, freed), axis=1))
 
+    def shrink(self, num_slots: int) -> None:
+        """Do with the first `num_slots` slots, at least all spares: experts in others lose theirs, and those used
+        longest ago give theirs up where spares are missing then."""
+        assert num_slots >= self.spares.size
+        gone = self.slots >= num_slots
+        self.slots[gone] = -1
+        spares = self.spares[self.spares < num_slots]
+        victims = self._oldest(self.spares.size - len(spares))
+        self.spares = np.concatenate((spares, self.slots[victims[:, 0], victims[:, 1]])).reshape(
+            self.spares.shape
+        )
+        self.slots[victims[:, 0], victims[:, 1]] = -1
+        self.evictions += int(gone.sum()) + len(victims)
+
     def lend(self, count: int, but: Ints) -> Ints:
         """The `count` experts used last of those that are not on the card: (layer, expert) [at most count, 2]. but:
         [n, 2], experts that are on their way. They count as lent from now on, until `lent` is cleared."""

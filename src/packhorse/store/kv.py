@@ -465,11 +465,12 @@ class KVStore:
                 self._end_sweep(sequence)
 
     def rewind(self, sequence: StoredSequence) -> None:
-        """After a failed step: go back to the last position whose recurrent state is kept, `position` then.
+        """After a failed step, or one of a sweep: go back to the last position whose recurrent state is kept, `position` then.
 
         Without recurrent state that is where the step began.
         """
         sequence.in_step = False
+        self._end_sweep(sequence)
         if not self.geometry.is_hybrid:
             return
         if sequence.rolling is not None and sequence.rolling_position > sequence.tip.stop:
