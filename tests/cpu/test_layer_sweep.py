@@ -499,8 +499,29 @@ def test_a_loaded_engine_sweeps_where_it_is_told_to():
         config = EngineConfig(context=4096, sequences=1, threads=1, sweep_len=sweep_len, chunk_len=512)
         engine = load_engine(facts, config, IdsAsText).engine
         answers.append(ask(engine, oracle.random_ids(2200), max_tokens=4)[0])
-    assert engine.sweeper.num_units == 4 * 4 and engine.sweeper.token_layers == 4 * 2048
+    # The rest is cut in two by the snapshot before the prompt's end.
+    assert engine.sweeper.num_units == 4 * (4 + 2) and engine.sweeper.token_layers == 4 * 2200
     assert answers[0] == answers[1]
+
+
+def test_a_question_asks_for_each_layer_once(monkeypatch):
+    """Whatever snapshots cut it into, and at the end of the document whose snapshot all of them go on from."""
+    model, document = tiny_model("qwen3_5_moe", False), IDS[: 12 * PAGE]
+    engine = engine_of(model, sweep_len=2048, tail_len=2048, snapshots=4, sequences=1, num_pages=16)
+    ask(engine, document, marks=(len(document),))
+    asked = []
+    for name in ("layer", "sweep_layer"):
+        method = getattr(model.weights, name)
+        monkeypatch.setattr(
+            model.weights,
+            name,
+            lambda index, *args, call=method: (asked.append(index), call(index, *args))[1],
+        )
+    for number, length in enumerate((PAGE, PAGE, 2 * PAGE, 3 * PAGE + 7, 2 * PAGE, 20)):
+        asked.clear()
+        _, event = ask(engine, document + oracle.random_ids(length, seed=number), name=str(number))
+        assert event.usage.cached_len == len(document)
+        assert asked == list(range(model.facts.num_layers))
 
 
 class SweepMachine(EngineMachine):

@@ -485,7 +485,7 @@ def pass_layers(scheduler: Scheduler, store: FakeStore, sweep: Sweep) -> list[tu
 
 def test_long_prompts_are_swept_and_short_ones_are_not():
     scheduler, store = sweeping()
-    for name, length in (("tail", 40), ("long", 41), ("longer", 150)):
+    for name, length in (("tail", 32), ("long", 41), ("longer", 150)):
         scheduler.add(request(name, length))
     assert spans_of(run(scheduler, store)) == [("tail", 0, 32)]
     step = scheduler.schedule()
@@ -496,22 +496,33 @@ def test_long_prompts_are_swept_and_short_ones_are_not():
         ("longer", 41, 0, 32),
         ("longer", 73, 32, 64),
     ]
-    assert spans_of(run(scheduler, store)) == [("tail", 32, 40)], "slices and steps alternate"
+    assert spans_of(run(scheduler, store)) == [("tail", 32, 33)], "slices and steps alternate"
     units = pass_layers(scheduler, store, step.sweep)
     assert [unit[1] for unit in units] == [0] * 4 + [1] * 4 + [2] * 4
     assert scheduler.sweep is None
     assert scheduler.find("long").state is SequenceState.DECODING
     assert scheduler.find("longer").read_len == 64
     assert scheduler.schedule().sweep.works[0].position == 64
-    assert spans_of(run(scheduler, store)) == [("tail", 40, 41), ("long", 41, 42)]
+    assert spans_of(run(scheduler, store)) == [("tail", 33, 34), ("long", 41, 42)]
 
 
 def test_what_is_left_of_a_prompt_may_be_a_tail():
     scheduler, store = sweeping()
-    scheduler.add(request("a", 4 * CHUNK + 40))
+    scheduler.add(request("a", 4 * CHUNK + 30))
     pass_layers(scheduler, store, scheduler.schedule().sweep)
-    assert spans_of(run(scheduler, store)) == [("a", 128, 160)]
-    assert spans_of(run(scheduler, store)) == [("a", 160, 168)]
+    assert spans_of(run(scheduler, store)) == [("a", 128, 158)]
+
+
+def test_a_tail_that_a_snapshot_cuts_in_two_is_swept():
+    """Each of its chunks would ask for all weights."""
+    scheduler, store = sweeping(cached=lambda _: 64)
+    scheduler.add(request("whole", 64 + 16))
+    assert spans_of(run(scheduler, store)) == [("whole", 64, 80)]
+    finish(scheduler, store, "whole")
+    scheduler.add(request("cut", 64 + 20, marks=(80,)))
+    sweep = scheduler.schedule().sweep
+    assert sweep is not None and [(w.position, w.end) for w in sweep.works] == [(64, 80), (80, 84)]
+    assert [unit[1] for unit in pass_layers(scheduler, store, sweep)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_sub_chunks_end_where_chunks_do():

@@ -1,6 +1,6 @@
 """What goes first: old leaves that nobody pins, and grid snapshots that are missed least."""
 
-from packhorse.store.evict import LeafQueue, thinnable
+from packhorse.store.evict import LeafQueue, spare_leaf, thinnable
 from packhorse.store.prefix import Entry, PrefixTree, encode_tokens
 
 
@@ -112,3 +112,49 @@ def test_thinning_takes_the_oldest_chain_and_keeps_a_chain_spread_out():
     assert thinnable(tree, marked=False) is older
     tree.merge_into_child(older)
     assert thinnable(tree, marked=False) is old
+
+
+def test_an_entry_that_prompts_went_on_from_is_thinned_last():
+    tree = PrefixTree(1)
+    for stop in (6, 7, 8, 9):
+        add(tree, "abcdefghijk", stop)
+    document = next(e for e in tree.entries if e.stop == 7)
+    document.reused = True
+    stops = []
+    while (entry := thinnable(tree, marked=True)) is not None:
+        stops.append(entry.stop)
+        tree.merge_into_child(entry)
+    assert stops == [8, 6, 7]
+
+
+def test_the_tip_of_a_sequence_goes_where_an_interior_entry_would_be_missed_more():
+    tree = PrefixTree(1)
+    document, tip = add(tree, "abcdefghijk", 6), add(tree, "abcdefghijk", 8)
+    tree.pin(tip)
+    chosen = lambda grown: thinnable(tree, marked=True, growing=tip, grown=grown)  # noqa: E731
+    assert chosen(10) is tip
+    assert chosen(15) is document, "what is left is spread out"
+    document.reused = True
+    assert chosen(15) is tip
+    tree.pin(tip)
+    assert chosen(10) is document, "another sequence stands at the tip"
+    tree.unpin(tip)
+    tree.unpin(tip)
+    tree.remove(tip)
+    tree.pin(document)
+    assert thinnable(tree, marked=True, growing=document, grown=10) is None, "a chain's only snapshot stays"
+
+
+def test_short_leaves_go_before_a_long_one_that_is_as_old():
+    tree = PrefixTree(1)
+    long = add(tree, "abcdefghijklmnopqrst", 20, clock=1)
+    short = [add(tree, text, 1, clock=clock) for clock, text in enumerate("xyz", 2)]
+    gone = []
+    while (leaf := spare_leaf(tree, 9)) is not None:
+        gone.append(leaf)
+        tree.remove(leaf)
+    assert gone == [*short, long]
+    old, new = add(tree, "abcdefgh", 8, clock=1), add(tree, "x", 1, clock=50)
+    assert spare_leaf(tree, 50) is old, "a long one that nobody has used for long goes too"
+    tree.pin(old)
+    assert spare_leaf(tree, 50) is new

@@ -236,13 +236,46 @@ def test_an_old_turn_end_goes_before_a_document_end():
     assert stops(store) == [8, 16] and store.match(DOC).length == 16
 
 
-def test_the_first_of_many_marks_goes_where_nothing_else_can():
+def test_of_many_marks_those_stay_that_are_spread_out():
     store = model.make_store(hybrid=True, snapshots=2)
     sequence = store.open(DOC, 18, marks=[4, 8, 12])
     model.prefill(store, sequence)
-    assert stops(store) == [12, 16] and store.stats.thinned_entries == 2
+    assert stops(store) == [8, 16] and store.stats.thinned_entries == 2
     assert store.stats.skipped_snapshots == 0
     model.check(store)
+
+
+@pytest.mark.parametrize("snapshots", [2, 3, 4, 8])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_document_keeps_its_end_whatever_is_asked_about_it(snapshots, marked):
+    """24 steps of the grid, and 16 pages beside the document: neither questions of several lengths nor a long chat
+    take the place of its end."""
+    grid, document = 8 * PAGE, text(24 * 8 * PAGE, seed=1)
+    store = model.make_store(
+        hybrid=True, num_pages=24 * 8 + 16, sequences=1, snapshots=snapshots, snapshot_len=grid
+    )
+    model.run(store, document, [7], marks=[len(document)] if marked else [])
+    for number, length in enumerate((4, 4, 16, 40, 16, 40, 7, 9)):
+        assert model.run(store, document + text(length, seed=9 + number), [7, 8]) == len(document)
+    chat = document + text(6, seed=2)
+    for number in range(12):
+        turn = [number + 1] * 3
+        reused = model.run(store, chat, turn)
+        chat += [*turn, *text(2, seed=50 + number)]
+        assert reused >= len(document) and len(chat) - reused <= 6 + 5 + 2 * PAGE
+    assert model.run(store, document + text(9, seed=3)) == len(document)
+    assert store.stats.skipped_snapshots <= 2
+
+
+def test_questions_about_one_document_do_not_drop_another():
+    """Snapshots are short and pages are not: the ends of questions go first."""
+    store = model.make_store(hybrid=True, num_pages=100, snapshots=5)
+    one, two = text(80, seed=1), text(80, seed=2)
+    for document in (one, two):
+        model.run(store, document, [7], marks=[len(document)])
+    for number in range(9):
+        assert model.run(store, two + text(9, seed=9 + number), [7, 8]) == 80
+    assert model.run(store, one + text(9, seed=3)) >= 76
 
 
 def run_with_grid(store: KVStore, seed: int) -> None:

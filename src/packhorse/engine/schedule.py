@@ -8,8 +8,8 @@ Rules, in the order that settles arguments:
 1. Every decoding sequence has one token in every step.
 2. The oldest reading sequence has a chunk in every step. Younger ones share what is left of `chunk_len`
    prompt tokens a step, where their whole next chunk fits into it: a chunk is never cut for the budget.
-   With sweeps, prompts with more than `tail_len` tokens to read have no chunks: the oldest fill a sweep, slices
-   of which alternate with the steps of the others (docs/sweep.md).
+   With sweeps, prompts with more than `tail_len` tokens to read, or more than one chunk, have no chunks: the oldest
+   fill a sweep, slices of which alternate with the steps of the others (docs/sweep.md).
 3. Where a chunk ends depends on the prompt alone: at the next absolute multiple of `chunk_len`, at the
    handle's next boundary (a snapshot is wanted there), or at the prompt's end, whichever is first.
 4. The head of the queue is admitted when it fits; nobody overtakes it.
@@ -243,7 +243,7 @@ class Scheduler:
     (DoesNotFitError) where waiting would not help. exact: rows are padded to buckets of EXACT_ROWS.
     model_window: the model's own window, which refusals name where it is larger. sweep_len: tokens of a sweep, 0
     for none, else at least chunk_len; under num_layers layers. tail_len: prompts with more tokens to read are
-    swept.
+    swept, and those that would take more than one chunk.
 
     Attributes `waiting`, `running` and `sweep`, the one in progress, are for reading.
     """
@@ -436,9 +436,12 @@ class Scheduler:
         return chunks
 
     def _is_swept(self, sequence: Sequence) -> bool:
-        """Whether what the sequence reads is in a sweep, or waits for the next one."""
-        long = sequence.prompt_len - sequence.position > self._tail_len
-        return bool(self.sweep_len) and long and not sequence.generated
+        """Whether what the sequence reads is in a sweep, or waits for the next one: what is more than a tail, or
+        more than one chunk, each of which would ask for all weights."""
+        if not self.sweep_len or sequence.generated:
+            return False
+        left = sequence.prompt_len - sequence.position
+        return left > self._tail_len or self._chunk_end(sequence, sequence.position) < sequence.prompt_len
 
     def _next_sweep(self) -> Sweep | None:
         """As many sub-chunks of the oldest long prompts as have room."""

@@ -1,8 +1,9 @@
 """What the store forgets first. Pure Python.
 
 Pages come back by dropping whole entries: the least recently used leaf that nobody pins. Where only snapshot
-slots are short, an interior entry with one child gives up its snapshot and its pages go to the child: the
-prefix stays, only a prompt that leaves it in between has to read more.
+slots are short, a short leaf goes before a long one that has not been used for as long, and an interior entry with
+one child gives up its snapshot and its pages go to the child: the prefix stays, only a prompt that leaves it in
+between has to read more.
 """
 
 from __future__ import annotations
@@ -48,19 +49,35 @@ class LeafQueue:
         return evictable and entry.last_used == last_used
 
 
-def thinnable(tree: PrefixTree, *, marked: bool) -> Entry | None:
-    """The interior entry whose snapshot is missed least, among those marked or not; None if there is none.
+def spare_leaf(tree: PrefixTree, clock: int) -> Entry | None:
+    """The unpinned leaf whose snapshot is missed least: the longer unused and the fewer tokens to read again, the
+    less. So the ends of single questions go before the document that they are about, and before others.
+    """
+    leaves = [entry for entry in tree.entries if not entry.pins and not entry.children]
+    return max(leaves, key=lambda e: (clock + 1 - e.last_used) / (e.stop - e.start), default=None)
 
-    It has one child and no open sequence stands at it (one further down does not need its snapshot). Oldest
-    first; of one chain the one that makes the shortest merged entry, which keeps what remains spread out.
+
+def thinnable(
+    tree: PrefixTree, *, marked: bool, growing: Entry | None = None, grown: int = 0
+) -> Entry | None:
+    """The entry whose snapshot is missed least, among those marked or not; None if there is none.
+
+    It is an interior one with one child, at which no open sequence stands (one further down does not need its
+    snapshot). Those from which no prompt has gone on first, then the oldest; of one chain the one that makes the
+    shortest merged entry, which keeps what remains spread out. growing: a leaf of which the same may be said once the
+    one sequence that stands at it has added its pages up to `grown`: it is returned instead of an interior one that
+    would be missed more, and never where there is none.
     """
     best: Entry | None = None
-    best_cost = (0, 0)
+    best_cost = (True, 0, 0)
     for entry in tree.entries:
         child = entry.only_child
         if child is None or entry.marked is not marked or entry.pins != child.pins:
             continue
-        cost = (entry.last_used, child.stop - entry.start)
+        cost = (entry.reused, entry.last_used, child.stop - entry.start)
         if best is None or cost < best_cost:
             best, best_cost = entry, cost
-    return best
+    if best is None or growing is None or growing.children or growing.pins != 1:
+        return best
+    cost = (growing.reused, growing.last_used, grown - growing.start)
+    return growing if growing.parent is not None and cost < best_cost else best

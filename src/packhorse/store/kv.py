@@ -24,7 +24,7 @@ from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
 from packhorse.quant.codec import Fp8Pages
 from packhorse.store import resume
 from packhorse.store.durable import DurableStore
-from packhorse.store.evict import LeafQueue, thinnable
+from packhorse.store.evict import LeafQueue, spare_leaf, thinnable
 from packhorse.store.lower import MIN_TOKENS, KeepJob, LowerTiers
 from packhorse.store.pages import PageAllocator, consecutive_runs
 from packhorse.store.prefix import Entry, PrefixMatch, PrefixTree, encode_tokens
@@ -312,6 +312,7 @@ class KVStore:
         if missing > self._pages.num_free + self._tree.unpinned_pages - pinned_now:
             return None
         tip = match.entries[-1] if match.entries else root
+        tip.reused = True
         ends = {mark // self.page_len * self.page_len for mark in marks}
         for entry in match.entries:
             entry.marked |= entry.stop in ends
@@ -545,6 +546,7 @@ class KVStore:
             step = sequence.position - start if self.geometry.is_hybrid else self.page_len
             for stop in range(start + step, sequence.position + 1, step):
                 self._keep(sequence, stop, marked=self.geometry.is_hybrid)
+            sequence.tip.reused = True
         return agreed * self.page_len
 
     def _keep_below(self, sequence: StoredSequence, lower: LowerTiers) -> None:
@@ -610,7 +612,7 @@ class KVStore:
         snapshot = None
         if self.geometry.is_hybrid and stop not in sequence.collected:
             gone = stop < sequence.swept
-            if gone or not (self._slots.entry_available or self._reclaim_snapshot()):
+            if gone or not (self._slots.entry_available or self._reclaim_snapshot(sequence.tip, stop)):
                 self._counters.skipped_snapshots += 1
                 return
         if self.geometry.is_hybrid:
@@ -627,7 +629,10 @@ class KVStore:
         )
         self._pages.share(inserted.kept)
         self._release(inserted.dropped)
+        before = sequence.tip
         self._move_tip(sequence, inserted.entry)
+        if self.geometry.is_hybrid and before.parent is not None and before.snapshot is None:
+            self._tree.merge_into_child(before)  # it gave its snapshot up for this one
 
     def _move_tip(self, sequence: StoredSequence, tip: Entry) -> None:
         self._tree.pin(tip, above=sequence.tip)
@@ -645,21 +650,26 @@ class KVStore:
         copy_state(self._tier, sequence.slot, self._tier, slot)
         return slot
 
-    def _reclaim_snapshot(self, *, grid_only: bool = False) -> bool:
+    def _reclaim_snapshot(
+        self, growing: Entry | None = None, grown: int = 0, *, grid_only: bool = False
+    ) -> bool:
         """Free one snapshot slot: that of a grid position in a chain, else, unless `grid_only`, of one in a sweep,
-        else an old leaf's, else a mark's."""
+        else a leaf's, else a mark's. growing: a tip that may give its up for the one at `grown` (see `thinnable`)."""
         thin = thinnable(self._tree, marked=False)
         if thin is None:
             if grid_only:
                 return False
-            if self._give_up_collected() or self._evict_leaf():
+            if self._give_up_collected() or self._evict(spare_leaf(self._tree, self._clock)):
                 return True
-            thin = thinnable(self._tree, marked=True)
+            thin = thinnable(self._tree, marked=True, growing=growing, grown=grown)
         if thin is None:
             return False
-        self._tree.merge_into_child(thin)
         self._counters.thinned_entries += 1
         self._free_snapshot(thin)
+        if thin is growing:
+            thin.snapshot = None
+        else:
+            self._tree.merge_into_child(thin)
         return True
 
     def _give_up_collected(self) -> bool:
@@ -677,7 +687,9 @@ class KVStore:
         sequence.swept = 0
 
     def _evict_leaf(self) -> bool:
-        leaf = self._leaves.pop()
+        return self._evict(self._leaves.pop())
+
+    def _evict(self, leaf: Entry | None) -> bool:
         if leaf is None:
             return False
         if self.lower is not None:

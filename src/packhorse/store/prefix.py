@@ -38,7 +38,8 @@ class Entry:
 
     key: chain value at `stop`. tokens: encoded ids of [start, stop). snapshot: state slot valid at `stop`, or
     None for dense models. marked: somebody asked for a snapshot here; else only the absolute grid did.
-    pins: open sequences whose chain goes through this entry. last_used: store clock of the last use.
+    pins: open sequences whose chain goes through this entry. last_used: store clock of the last use. reused: a
+    prompt has gone on from its end.
     """
 
     key: bytes
@@ -52,6 +53,7 @@ class Entry:
     parent: Entry | None
     pins: int = 0
     alive: bool = True
+    reused: bool = False
     children: dict[bytes, list[Entry]] = field(default_factory=dict)
 
     @property
