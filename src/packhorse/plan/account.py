@@ -141,8 +141,32 @@ def activation_bytes(facts: ModelFacts, num_rows: int) -> int:
     return 4 * num_rows * 2 * max(widths)
 
 
-def kv_decode_bytes(facts: ModelFacts, segment_len: int) -> int:
-    """What decoding a segment of coded K and V takes where the kernel does not do it itself."""
+def chunk_bytes(facts: ModelFacts, num_rows: int) -> int:
+    """What a layer has at most at once for `num_rows` tokens of a prompt on a card that computes in 16 bits with the
+    kernels for it, the residual stream (old and new, fp32) and its norm included."""
+    H, D, heads, widest = facts.hidden_size, facts.head_dim, facts.num_heads, []
+    # Projections and gate, q three times (normed, turned, grouped), one segment's result, K and V for all heads, fp32.
+    widest.append(2 * D * heads * (9 if facts.attn_gate else 8) + 8 * D * facts.num_kv_heads + 2 * H)
+    if facts.moe is not None:
+        top_k, inner = facts.moe.top_k, facts.moe.expert_dim
+        # Of each choice: its row, gate and up, their product, and where it goes; then the sum, the shared expert's too.
+        widest.append(top_k * (2 * H + 6 * inner + 40) + 8 * facts.moe.num_experts + 8 * H)
+        widest.append(6 * facts.moe.shared_dim + 12 * H)
+    if not all(facts.moe_layers):
+        widest.append(6 * facts.intermediate_size + 2 * H)
+    if facts.delta is not None:
+        # q, k, v and z; after the convolution fp32; the rule's result fp32, and normed; gates.
+        conv, value = facts.delta.conv_dim, facts.delta.value_dim
+        widest.append(6 * conv + 8 * value + 32 * facts.delta.num_v_heads + 2 * H)
+    return num_rows * (10 * H + max(widest))
+
+
+def kv_decode_bytes(facts: ModelFacts, segment_len: int, codec: str | None = None) -> int:
+    """What decoding a segment of coded K and V takes where the kernel does not do it itself: bytes as stored, gathered,
+    and 16-bit values. codec None: of any, also in fp32."""
+    if codec is not None and not formats.KV_FORMATS[codec].rotated:
+        values = 2 * segment_len * facts.num_kv_heads * facts.head_dim
+        return values * 2 + segment_len * formats.kv_token_bytes(codec, facts.num_kv_heads, facts.head_dim)
     return DECODE_COPIES * 4 * segment_len * facts.num_kv_heads * facts.head_dim
 
 

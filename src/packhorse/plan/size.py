@@ -27,7 +27,7 @@ SPARES = 2
 """Experts that each layer may keep in one step of those it read over the link: each is written to the card once."""
 CHUNK_LEN, LONGEST_CHUNK = 1024, 8192
 """Prompt tokens of a step on a CPU, and at most on a card, where nothing else was asked for."""
-CHUNK_SHARE = 8
+CHUNK_SHARE = 6
 """On a card its working space takes one part in so many of the memory at most."""
 ATTENTION_SHARE = 0.33
 """What attention of many tokens reaches of a card's rate of products, at least."""
@@ -144,7 +144,7 @@ def size_engine(
     if kv == "auto":
         kv = dtype if config.device == "cpu" or dtype == "fp32" else "fp8"
     check_kv_heads(kv, facts.head_dim)
-    config = replace(config, chunk_len=choose_chunk_len(facts, config, dtype, available_bytes, flops))
+    config = replace(config, chunk_len=choose_chunk_len(facts, config, dtype, kv, available_bytes, flops))
     page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, kv, config.page_len)
     sweep_len = min(config.sweep_len or 0, _longest_sweep(facts, config))
     fixed = Sizes(
@@ -155,12 +155,12 @@ def size_engine(
         weight_bytes=0,
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
-        workspace_bytes=_workspace_bytes(facts, config, dtype, decodes=kv != dtype)
+        workspace_bytes=_workspace_bytes(facts, config, dtype, kv)
         + _sweep_bytes(facts, config, sweep_len),
         sweep_len=sweep_len,
         chunk_len=_chunk(config),
         segment_len=_segment_len(facts, config, dtype),
-        joined_segments=_joined_segments(facts, config, dtype),
+        joined_segments=_joined_segments(facts, config, dtype, kv),
     )
     if config.device != "cpu":
         fixed = replace(fixed, runtime_bytes=runtime_bytes or account.runtime_bytes())
@@ -249,7 +249,7 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
 
 
 def choose_chunk_len(
-    facts: ModelFacts, config: EngineConfig, dtype: str, available_bytes: int, flops: float | None
+    facts: ModelFacts, config: EngineConfig, dtype: str, kv: str, available_bytes: int, flops: float | None
 ) -> int:
     """Prompt tokens of a step: as asked for, else the longest that keep attention over the whole context under half of
     `max_decode_gap` and the working space within its share of `available_bytes`. Halved from LONGEST_CHUNK down to
@@ -264,7 +264,7 @@ def choose_chunk_len(
         chunk = max(1, length // config.page_len) * config.page_len
         work = attention_flops(chunk, context, facts.num_heads, facts.head_dim)
         slow = work > ATTENTION_SHARE * (flops or 0.0) * config.max_decode_gap / 2
-        size = _workspace_bytes(facts, replace(config, chunk_len=chunk), dtype, decodes=True)
+        size = _workspace_bytes(facts, replace(config, chunk_len=chunk), dtype, kv)
         if length <= CHUNK_LEN or not (slow or size > available_bytes // CHUNK_SHARE):
             return chunk
         length //= 2
@@ -400,16 +400,12 @@ def _state_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
     return states * account.snapshot_bytes(facts, dtype) + pending
 
 
-def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, *, decodes: bool) -> int:
-    """The widest activations of a step in fp32: a few of them live at once in a layer, and the logits; on a card what
-    its kernels pass on, and the values of packed weights.
-
-    decodes: K and V of a segment are decoded before attention reads them.
-    """
-    rows = max(EXACT_ROWS, _chunk(config) + config.sequences)
-    total = account.activation_bytes(facts, rows) + account.logits_bytes(facts, config.sequences)
-    if decodes:
-        total += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
+def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, kv: str) -> int:
+    """Activations of a step, of which a few live at once in a layer, the logits, and K and V of a segment where they
+    are decoded before attention reads them; on a card what its kernels pass on, and the values of packed weights."""
+    total = _rows_bytes(facts, config, dtype) + account.logits_bytes(facts, config.sequences)
+    if kv != dtype:
+        total += _decode_bytes(facts, config, dtype, kv)
     if config.device != "cpu":
         total += account.delta_transient_bytes(facts, _chunk(config))
         total += account.split_bytes(facts, config.sequences) + account.graph_bytes(config.sequences)
@@ -422,12 +418,27 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, *, dec
     return total + scores + keys
 
 
-def _joined_segments(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
+def _rows_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
+    """Activations of a chunk and a token of each sequence."""
+    rows = max(EXACT_ROWS, _chunk(config) + config.sequences)
+    return (account.activation_bytes if _is_wide(config, dtype) else account.chunk_bytes)(facts, rows)
+
+
+def _decode_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, kv: str) -> int:
+    return account.kv_decode_bytes(facts, account.SEGMENT_LEN, None if _is_wide(config, dtype) else kv)
+
+
+def _is_wide(config: EngineConfig, dtype: str) -> bool:
+    """Whether layers compute by reference kernels, whose fp32 values lie side by side."""
+    return config.device == "cpu" or dtype == "fp32"
+
+
+def _joined_segments(facts: ModelFacts, config: EngineConfig, dtype: str, kv: str) -> int:
     """Segments that few queries read at once, in the memory that the rows of a whole chunk would take."""
-    if config.device == "cpu" or dtype == "fp32" or not facts.num_full_layers:
+    if _is_wide(config, dtype) or not facts.num_full_layers:
         return 1
-    room = account.activation_bytes(facts, _chunk(config))
-    return max(1, min(JOINED_SEGMENTS, room // account.kv_decode_bytes(facts, account.SEGMENT_LEN)))
+    room = _rows_bytes(facts, config, dtype)
+    return max(1, min(JOINED_SEGMENTS, room // _decode_bytes(facts, config, dtype, kv)))
 
 
 def _segment_len(facts: ModelFacts, config: EngineConfig, dtype: str) -> int | None:

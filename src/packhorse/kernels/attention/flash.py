@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from packhorse.core.protocols import Segment
+from packhorse.kernels.attention.merge import merger_for
 from packhorse.kernels.attention.ref import Merger, group_rows, ungroup_rows
 from packhorse.kernels.cuda.launch import card_arch
 
@@ -83,17 +84,20 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     num_tokens, num_heads, _ = q.shape
     if num_tokens == 1:
         return _one_query(q, segments, scale)
-    merger = Merger()
+    merger = merger_for(q)
+    grouped: Tensor | None = None
     own: list[tuple[Tensor, Tensor]] = []
     for start, k, v in segments:
         past = min(max(position - start, 0), k.shape[0])
         if past:
-            rows = group_rows(q, k.shape[1])[None]
+            grouped = group_rows(q, k.shape[1])[None] if grouped is None else grouped
             past_k, past_v = _heads(k[:past]), _heads(v[:past])
             if num_tokens >= PACK_QUERIES and q.device.type == "cpu":
                 past_k, past_v = past_k.contiguous(), past_v.contiguous()
-            out, lse = _flash(rows, past_k, past_v, False, scale)
-            merger.add(out[0].reshape(num_heads, num_tokens, -1), lse[0].reshape(num_heads, num_tokens))
+            out, lse = (x[0].unflatten(1, (-1, num_tokens)) for x in _flash(grouped, past_k, past_v, False, scale))
+            if isinstance(merger, Merger):
+                out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+            merger.add(out, lse)
         if past < k.shape[0]:
             own.append((k[past:], v[past:]))
     if own:
