@@ -13,12 +13,17 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 
 import servers
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import ComputeError, RefusedError, UsageError
+from packhorse.core.errors import CardLostError, ComputeError, RefusedError, UsageError
+from packhorse.engine.engine import Engine
+from packhorse.engine.schedule import Step
+from packhorse.engine.session import Session
 from packhorse.server.config import ModelConfig, ServerConfig, load_config
 from packhorse.server.keys import Keyring
+from packhorse.server.run import serve
 
 KEYS = '[alice]\nkey = "alice-alice-alice"\nconcurrent = 1\n[bob]\nkey = "bob-bob-bob-bob-bob"\n'
 ENGINE = EngineConfig(context=4096, sequences=2, threads=1, dtype="fp32", chunk_len=64)
@@ -538,6 +543,72 @@ def test_an_engine_that_only_fails_is_given_up():
         assert "so does a prompt of one token" in server.get("/health").json()["reason"]
         assert server.chat("x").status_code == 503
         assert server.service.worker.live == 0
+
+
+def lose_card(engine: Engine, monkeypatch) -> None:
+    """From the next step on it is as if the model's card had gone in the middle of it."""
+
+    def gone(*_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def fail(step: Step) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", gone)
+        monkeypatch.setattr(engine.runner.model, "device", "cuda:0")
+        monkeypatch.setattr(engine.store, "rewind", gone)
+        monkeypatch.setattr(engine, "flush", gone)
+        gone()
+
+    engine.runner.fail = fail
+
+
+def test_a_card_that_has_gone(monkeypatch):
+    """All requests end with its error at once, whatever else fails then; nothing more is taken."""
+    with servers.scripted(engine=ENGINE) as server:
+        server.runner.pace = 0.1
+        with ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(server.chat, "x", max_tokens=100) for _ in range(3)]
+            server.wait(lambda: snapshot(server).running == 2 and snapshot(server).waiting == 1)
+            lose_card(server.service.session.engine, monkeypatch)
+            for answer in answers:
+                assert answer.result().status_code == 503
+                assert error_of(answer.result())["code"] == "card_lost"
+                assert "unspecified launch failure" in error_of(answer.result())["message"]
+        health = server.get("/health")
+        assert health.status_code == 503 and "does not answer any more" in health.json()["reason"]
+        assert server.chat("x").status_code == 503 and server.service.worker.live == 0
+
+
+def test_the_process_ends_when_its_card_has_gone(monkeypatch):
+    """`serve` raises the error, whose exit code the command has, also where what was to be kept cannot be."""
+    urls, statuses = [], []
+
+    def open_session(progress):
+        session = Session.open(servers.folder(), ENGINE, progress=progress)
+        session.engine.runner = servers.ScriptedRunner(session.engine.runner.model)
+        lose_card(session.engine, monkeypatch)
+        return session
+
+    def ask(url: str, name: str) -> None:
+        live = servers.Live(url)
+        live.wait(lambda: live.get("/health").status_code == 200)
+        statuses.append(live.chat("x").status_code)
+
+    def listening(url: str, name: str) -> None:
+        urls.append(threading.Thread(target=ask, args=(url, name)))
+        urls[0].start()
+
+    arguments = (
+        str(servers.folder()),
+        ServerConfig(port=0),
+        ModelConfig(engine=ENGINE),
+        open_session,
+        listening,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(CardLostError) as caught:
+            pool.submit(serve, *arguments).result(60)
+        urls[0].join()
+    assert statuses == [503] and caught.value.exit_code == 1
 
 
 def test_keys(tmp_path):

@@ -113,6 +113,12 @@ class ComputeError(PackhorseError):
     kind = "compute"
 
 
+class CardLostError(PackhorseError):
+    """The card computes nothing any more for this process: a kernel broke its context, it was reset or has gone."""
+
+    kind = "card_lost"
+
+
 class KernelError(PackhorseError):
     """A GPU kernel cannot be had."""
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from packhorse.core.errors import DoesNotFitError
+from packhorse.core.errors import CardLostError, DoesNotFitError
 from packhorse.core.units import MIB, format_bytes, parse_bytes
 from packhorse.facts.machine import DISPLAY_BYTES
 from packhorse.facts.nvml import has_display, process_bytes
@@ -88,6 +88,19 @@ def asked_bytes(error: torch.OutOfMemoryError) -> int:
     """What the allocation asked for that failed, from the allocator's words; 0 where they say nothing of it."""
     found = re.search(r"Tried to allocate ([\d.]+ (?:[KMG]i)?)b(?:ytes)?", str(error), re.IGNORECASE)
     return 0 if found is None else parse_bytes(found[1] + "B")
+
+
+def check_answers(device: str | torch.device, error: Exception) -> None:
+    """After `error`. Raises CardLostError where the device is a card that has not survived it."""
+    if torch.device(device).type == "cpu":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as again:
+        raise CardLostError(
+            f"{device} does not answer any more: {type(error).__name__}: {error}",
+            hint="Start again. If it comes back: look at the driver's log (dmesg), and report it.",
+        ) from again
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 from packhorse.core.errors import CancelledRequestError, ComputeError, InvalidRequestError, PackhorseError
 from packhorse.core.types import TAIL_LEN, Event, FinishReason, Request, SamplingParams, TokenLogprob
 from packhorse.core.units import MIB, format_bytes
-from packhorse.engine.card import asked_bytes
+from packhorse.engine.card import asked_bytes, check_answers
 from packhorse.engine.experts import FetchedExperts, StreamedExperts
 from packhorse.engine.heap import give_back_freed
 from packhorse.engine.output import Detokenizer, Output, Piece
@@ -138,16 +138,17 @@ class Engine:
         Every live request gets exactly one event with a `finish` in its life. An error of one request ends
         that request; an error of the step itself is raised, and then `recover` must be called before anything
         else. Where a card has no memory left for a step and experts can give some up, they do, and it is computed
-        once more.
+        once more. Raises CardLostError where the card has gone: then there is nothing to recover.
         """
         self._step, self._drawn = None, False
-        self._step = step = self.scheduler.schedule()
-        began = self._clock()
         try:
-            events = self._run_step(step) if step.sweep is None else self._run_slice(step, step.sweep)
-        except torch.OutOfMemoryError as error:
-            events = self._make_memory(step, error)
-        self.write_behind()
+            self._step = step = self.scheduler.schedule()
+            began = self._clock()
+            events = self._compute_step(step)
+            self.write_behind()
+        except Exception as error:
+            check_answers(self.runner.model.device, error)
+            raise
         self._step_s = self._clock() - began if step.sweep is None else 0.0
         if not self.has_work and self._read_len >= HEAP_TOKENS:
             self._read_len = 0
@@ -239,6 +240,12 @@ class Engine:
 
     def _compute(self, step: Step) -> Tensor:
         return self.runner.run(step, self.store.views(self.runner.spans(step)))
+
+    def _compute_step(self, step: Step) -> list[Event]:
+        try:
+            return self._run_step(step) if step.sweep is None else self._run_slice(step, step.sweep)
+        except torch.OutOfMemoryError as error:
+            return self._make_memory(step, error)
 
     def _run_step(self, step: Step) -> list[Event]:
         began = self._clock()

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 
 from packhorse.core.errors import (
     CancelledRequestError,
+    CardLostError,
     DocumentError,
     PackhorseError,
     PromptTooLongError,
@@ -82,7 +83,7 @@ def to_api_error(error: BaseException) -> ApiError:
             message += ' A chat may send truncation: "auto" to leave out old turns.'
         counts = {"asked": error.asked, "available": error.available, "unit": error.unit}
         return ApiError(400, "context_length_exceeded", message, param="messages", facts=counts)
-    if isinstance(error, StoppedError | CancelledRequestError):
+    if isinstance(error, StoppedError | CancelledRequestError | CardLostError):
         return ApiError(503, error.kind, message, headers={"retry-after": "5"})
     if isinstance(error, UsageError):
         name = error.facts.get("field")

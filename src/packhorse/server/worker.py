@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from packhorse.core.errors import PackhorseError
+from packhorse.core.errors import CardLostError, PackhorseError
 from packhorse.core.types import Event, FinishReason, Request, Usage
 
 if TYPE_CHECKING:
@@ -238,9 +238,14 @@ class Worker:
             self._health = Health(Status.FAILED, f"{type(raised).__name__}: {raised}", time.monotonic())
             if not isinstance(raised, PackhorseError):
                 traceback.print_exception(raised, file=sys.stderr)
-        self._end_all(StoppedError("The engine has stopped.", hint="See /health and the server's log."))
-        if self.session is not None:
-            self.session.close()
+        stopped = StoppedError("The engine has stopped.", hint="See /health and the server's log.")
+        self._end_all(error if isinstance(error, CardLostError) else stopped)
+        try:
+            if self.session is not None:
+                self.session.close()
+        except Exception as raised:  # what was to be kept may lie on a card that has gone
+            traceback.print_exception(raised, file=sys.stderr)
+            error = error or raised
         with contextlib.suppress(RuntimeError):  # the loop may have closed already
             self._loop.call_soon_threadsafe(self._on_end, error)
 
@@ -319,6 +324,8 @@ class Worker:
         self._step_began = time.monotonic()
         try:
             return self._engine.step()
+        except CardLostError:
+            raise
         except Exception as error:
             return self._survive(error)
         finally:
