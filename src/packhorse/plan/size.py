@@ -155,8 +155,7 @@ def size_engine(
         weight_bytes=0,
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
-        workspace_bytes=_workspace_bytes(facts, config, dtype, kv)
-        + _sweep_bytes(facts, config, sweep_len),
+        workspace_bytes=_workspace_bytes(facts, config, dtype, kv) + _sweep_bytes(facts, config, sweep_len),
         sweep_len=sweep_len,
         chunk_len=_chunk(config),
         segment_len=_segment_len(facts, config, dtype),

@@ -94,7 +94,9 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
             past_k, past_v = _heads(k[:past]), _heads(v[:past])
             if num_tokens >= PACK_QUERIES and q.device.type == "cpu":
                 past_k, past_v = past_k.contiguous(), past_v.contiguous()
-            out, lse = (x[0].unflatten(1, (-1, num_tokens)) for x in _flash(grouped, past_k, past_v, False, scale))
+            out, lse = (
+                x[0].unflatten(1, (-1, num_tokens)) for x in _flash(grouped, past_k, past_v, False, scale)
+            )
             if isinstance(merger, Merger):
                 out, lse = out.flatten(0, 1), lse.flatten(0, 1)
             merger.add(out, lse)
