@@ -34,7 +34,10 @@ MEASURED_TOKENS = 64
 HEAP_TOKENS = 512
 """Prompt tokens whose working memory is worth giving back where nothing else is to be computed."""
 GIVEN_MORE = 256 * MIB
-"""What experts give up of the card's memory beside what a step asked for and did not get."""
+"""What experts give up of the card's memory beside what a step asked for and did not get; twice as much the next time
+that it happens to a request."""
+GIVEN_TIMES = 3
+"""How often they do for one request."""
 
 
 class Engine:
@@ -94,8 +97,8 @@ class Engine:
         self._drawn = False
         self._samplers: dict[str, Sampler] = {}
         self._outputs: dict[str, Output] = {}
-        # Whom the card once had no memory for.
-        self._short: set[str] = set()
+        # How often the card had no memory for a request.
+        self._short: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -138,7 +141,7 @@ class Engine:
         Every live request gets exactly one event with a `finish` in its life. An error of one request ends
         that request; an error of the step itself is raised, and then `recover` must be called before anything
         else. Where a card has no memory left for a step and experts can give some up, they do, and it is computed
-        once more. Raises CardLostError where the card has gone: then there is nothing to recover.
+        again. Raises CardLostError where the card has gone: then there is nothing to recover.
         """
         self._step, self._drawn = None, False
         try:
@@ -275,20 +278,20 @@ class Engine:
 
     def _make_memory(self, step: Step, error: torch.OutOfMemoryError) -> list[Event]:
         """The card has no memory left for a step: experts give some up, and its sequences go back to where they can be
-        computed once more. Raises `error` where that is of no use."""
+        computed again. Raises `error` where that is of no use."""
         works = self._live_works(step) if step.sweep is None else step.sweep.works
         sequences = list(dict.fromkeys(work.sequence for work in works))
-        again = any(sequence.id in self._short for sequence in sequences)
-        if self._drawn or again or not isinstance(self.experts, StreamedExperts):
+        times = max((self._short.get(sequence.id, 0) for sequence in sequences), default=0)
+        if self._drawn or times == GIVEN_TIMES or not isinstance(self.experts, StreamedExperts):
             raise error
         size = asked_bytes(error)
-        freed = self.experts.give_back(size + GIVEN_MORE)
+        freed = self.experts.give_back(size + (GIVEN_MORE << times))
         if not freed:
             raise error
         held = self.experts.held["slots"]
         note = f"the card ran out of memory over {format_bytes(size)}: experts gave {format_bytes(freed)} up"
         print(f"{note}, {held:,} are left there", file=sys.stderr, flush=True)
-        self._short |= {sequence.id for sequence in sequences}
+        self._short |= {sequence.id: times + 1 for sequence in sequences}
         self._rewind(sequences)
         if step.sweep is None:
             self.scheduler.isolate(works)
@@ -356,7 +359,7 @@ class Engine:
             # A request that failed may have written NaN long before its logits showed it.
             self.store.close(handle, keep=piece.finish is not FinishReason.ERROR)
         del self._samplers[sequence.id], self._outputs[sequence.id]
-        self._short.discard(sequence.id)
+        self._short.pop(sequence.id, None)
         return event
 
     def _event(
