@@ -70,7 +70,11 @@ def checkpoint(family: str) -> Path:
 
 
 def tiny(family: str, dtype: torch.dtype, packed: bool) -> Model:
-    facts = read_model(checkpoint(family))
+    return load(checkpoint(family), dtype, packed)
+
+
+def load(folder: Path, dtype: torch.dtype, packed: bool) -> Model:
+    facts = read_model(folder)
     model = load_model(facts, open_checkpoint(facts), dtype=dtype, device="cuda")
     if packed:
         # The same codes in every compute type.
