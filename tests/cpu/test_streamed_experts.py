@@ -171,6 +171,25 @@ def test_every_address_holds_its_expert(share, card):
         assert missed == {True: 0, False: 0}
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_warming_up_has_guests_come_and_leave(share, card, monkeypatch):
+    """At rest, before the first step or between two: steps afterwards find everything as it was."""
+    rng, arena = np.random.default_rng(6), Arena()
+    experts = StreamedExperts(model_of(arena), arena, int(share * LAYERS * EXPERTS) + LAYERS * module.SPARES)
+    shown = []
+    monkeypatch.setattr(
+        experts._guests, "_show", lambda but, show=experts._guests._show: shown.append(show(but))
+    )
+    for rounds in (1, 2):
+        before, copied = experts.table.address.clone(), experts.link_bytes["copies"]
+        experts.warm_up()
+        assert len(shown) == (rounds if share == 0 else 0)
+        assert (experts.link_bytes["copies"] > copied) == (share == 0)
+        assert torch.equal(experts.table.address, before) and not experts.cache.lent.any()
+        for _ in range(5):
+            decode_step(experts, rng, arena)
+
+
 @pytest.mark.parametrize("share", [0.2, 0.9])
 def test_slots_are_given_back_at_any_time(share, card):
     """Whoever had a slot that goes is read from host memory, and never again from the slot; as many are left as one
