@@ -11,7 +11,7 @@ from packhorse.kernels.conv import cuda as conv
 from packhorse.kernels.cuda.nvrtc import Target, Variant
 from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import cuda as delta
-from packhorse.kernels.experts import combine
+from packhorse.kernels.experts import combine, mma
 from packhorse.kernels.experts import cuda as experts
 from packhorse.kernels.experts.cuda import ExpertFills, ExpertTable
 from packhorse.kernels.linear import cuda as linear
@@ -38,6 +38,12 @@ def packed(name: str, dtype: torch.dtype = FP16, *, fills: bool = False) -> list
     home = torch.zeros(1, 1, dtype=torch.int64)
     table = ExpertTable(home, form, form, 2048, 512, fills=ExpertFills.empty(home, 1) if fills else None)
     return [*linear.variants(form, dtype), *experts.variants(table, dtype)]
+
+
+def prompt_experts(name: str, dtype: torch.dtype) -> list[Variant]:
+    """Products of many tokens' experts: gate_up and down, for tiles of few tokens and of many."""
+    table = ExpertTable(torch.zeros(1, 1, dtype=torch.int64), PACKED[name], PACKED[name], 2048, 512)
+    return mma.variants(table, dtype)
 
 
 def attention(codec: str, dim: int, dtype: torch.dtype = FP16) -> dict[str, Variant]:
@@ -69,6 +75,7 @@ def first_start(arch: int) -> list[Variant]:
     return [
         *packed("int4-g128", dtype, fills=True),
         unpack.variant(PACKED["int4-g128"], dtype),
+        *prompt_experts("int4-g128", dtype),
         *attention("k5v4", 256, dtype).values(),
         *others(arch, dtype),
     ]
@@ -91,6 +98,8 @@ def usual() -> Pairs:
         (packed("int5m-g32")[2], 80),
         (packed("int4z-g64")[2], 90),
         (packed("int4m-g32")[2], 86),
+        (prompt_experts("int8-g64", FP16)[2], 75),
+        (prompt_experts("q6_k", BF16)[3], 80),
         (attention("fp8", 64)["write_kv"], 90),
     ]  # fmt: skip
     return unique([*((variant, arch) for arch in ARCHS for variant in first_start(arch)), *tight])
@@ -105,9 +114,11 @@ def everything() -> Pairs:
         near = arch in (80, 89)
         found = [] if near else [unpack.variant(PACKED[name], usual_dtype) for name in FORMATS]
         for dtype in (FP16, BF16):
-            products = [variant for name in FORMATS for variant in packed(name, dtype)]
+            products = [
+                variant for name in FORMATS for variant in packed(name, dtype) + prompt_experts(name, dtype)
+            ]
             if dtype is not usual_dtype or near:
-                products = [variant for variant in products if ("NT", 2) in variant.defines]
+                products = [v for v in products if ("NT", 2) in v.defines or ("NT", 8) in v.defines]
             found += products + others(arch, dtype)
             found += [delta.variant(dim, 4, dtype) for dim in delta.HEAD_DIMS]
             for codec in CODECS:

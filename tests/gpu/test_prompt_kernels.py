@@ -1,20 +1,26 @@
 """Kernels of prompts' chunks on a card beside their torch twins: odd sizes, strides, and rows that stand alone."""
 
+import dataclasses
 import math
 
 import pytest
+import test_packed_experts as packed_experts
 import torch
 import torch.nn.functional as F
 
 from kernel_cases import close, randn
+from matrix_cases import bound, error, to_device
+from packhorse.core.formats import PACKED
+from packhorse.kernels import dispatch
 from packhorse.kernels.attention.merge import CardMerger
 from packhorse.kernels.attention.ref import Merger
 from packhorse.kernels.conv.cuda import conv_silu
 from packhorse.kernels.conv.ref import causal_conv
 from packhorse.kernels.cuda.launch import saturated, target_of
 from packhorse.kernels.experts import combine as card
+from packhorse.kernels.experts import mma
 from packhorse.kernels.experts.grouped import ranked_sum
-from packhorse.kernels.experts.ref import swiglu
+from packhorse.kernels.experts.ref import route, swiglu
 from packhorse.kernels.norm.heads import head_rows
 from packhorse.kernels.norm.ref import gated_rms_norm, rms_norm, sigmoid_gate
 
@@ -136,3 +142,48 @@ def test_head_rows(tokens, heads, dim, dtype):
 def norm64(x, weight, eps, dtype):
     x = x.to(dtype)
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize("case", packed_experts.CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_expert_tiles(case, dtype):
+    """Experts on the card and in pinned memory, for tiles of few and of many tokens, an expert that most want and one
+    that nobody does: within the bound of float64, with the same bits for a token whoever is beside it."""
+    gate_up, down, hidden, _, num_experts, top_k = case
+    experts = packed_experts.Experts(*case[:5])
+    table = dataclasses.replace(experts.table, address=experts.table.address[1:])
+    many = 64 * num_experts // top_k + 3
+    x = randn(many, hidden, device="cuda").to(dtype)
+    logits = randn(many, num_experts, device="cuda", seed=1)
+    logits[:, 0] += 4
+    logits[:, 1] -= 99 if top_k < num_experts else 0
+    weights, ids = route(logits, top_k, True)
+    got = mma.mix(x, weights, ids, table)
+    for num in (21, 1):
+        assert torch.equal(mma.mix(x[:num], weights[:num], ids[:num], table), got[:num])
+    want = experts.want(x[:21], weights[:21], ids[:21])
+    rounded = bound(PACKED[gate_up], dtype) + bound(PACKED[down], dtype)
+    assert error(got[:21].cpu(), want) <= 2 * rounded + 2 * torch.finfo(dtype).eps
+    last = experts.want(x[-1:], weights[-1:], ids[-1:])
+    assert error(got[-1:].cpu(), last) <= 2 * rounded + 2 * torch.finfo(dtype).eps
+
+
+def test_expert_tiles_through_dispatch(dtype):
+    """Stacks as the loader lays them, and a table of blocks: the same bits."""
+    experts = packed_experts.Experts("int4-g128", "int6-g32", 256, 128, 12)
+    table = dataclasses.replace(experts.table, address=experts.table.address[1:])
+    x = randn(21, 256, device="cuda").to(dtype)
+    weights, ids = route(randn(21, 12, device="cuda", seed=1), 3, True)
+    stacks = to_device(experts.gate_up), to_device(experts.down)
+    want = mma.mix(x, weights, ids, table)
+    assert torch.equal(dispatch.table_mix(x, weights, ids, table), want)
+    assert torch.equal(dispatch.expert_mix(x, weights, ids, *stacks, exact=False), want)
+
+
+def test_what_does_not_fit_is_counted():
+    """Inner values of an expert beyond fp16."""
+    experts = packed_experts.Experts("int4-g128", "int4-g128", 256, 128, 4)
+    table = dataclasses.replace(experts.table, address=experts.table.address[1:])
+    x = 3000 * randn(20, 256, device="cuda").half()
+    before = int(saturated(x.device))
+    got = mma.mix(x, torch.ones(20, 2, device="cuda"), torch.tensor([[0, 3]] * 20, device="cuda"), table)
+    assert torch.isfinite(got).all() and int(saturated(x.device)) > before

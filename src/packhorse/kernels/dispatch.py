@@ -17,7 +17,7 @@ from packhorse.kernels.cuda.launch import card_arch
 from packhorse.kernels.delta import chunk
 from packhorse.kernels.delta import ref as delta_ref
 from packhorse.kernels.delta.scan import delta_scan
-from packhorse.kernels.experts import combine
+from packhorse.kernels.experts import combine, mma
 from packhorse.kernels.experts import cuda as experts_cuda
 from packhorse.kernels.experts import ref as experts_ref
 from packhorse.kernels.experts.grouped import grouped_mix
@@ -106,8 +106,20 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 
 def has_grouped_products(x: Tensor) -> bool:
-    """Whether the library has them for x: 16 bits on a card from 8.0. Before that it waits for the host each time."""
+    """Whether the library takes matrices of x's type by groups: 16 bits on a card from 8.0. Before that it waits for
+    the host each time."""
     return x.device.type != "cpu" and x.dtype != torch.float32 and card_arch(x.device) >= 80
+
+
+UNPACK_FROM = 12_288
+"""Tokens from which on packed experts are unpacked for the library's kernel, where it has one: with 256 experts on one
+H200, 4,096 tokens take 1.5 ms without and 2.0 ms with it, 8,192 take 2.4 and 2.6 ms."""
+
+
+def _unpacks_experts(x: Tensor) -> bool:
+    """Whether unpacking and the library beat products that decode: its kernel is for bf16 on the data centers' cards;
+    elsewhere it loops over the experts."""
+    return x.shape[0] >= UNPACK_FROM and x.dtype == torch.bfloat16 and card_arch(x.device) in (90, 100, 103)
 
 
 def has_delta_kernel(x: Tensor, num_tokens: int, state: Tensor) -> bool:
@@ -116,12 +128,13 @@ def has_delta_kernel(x: Tensor, num_tokens: int, state: Tensor) -> bool:
 
 
 FEW_TOKENS = linear_cuda.MAX_TOKENS
-"""Tokens for which `table_mix` is."""
+"""Tokens of a decode step at most: they have kernels of their own."""
 
 
 def table_mix(x: Tensor, weights: Tensor, experts: Tensor, table: experts_cuda.ExpertTable) -> Tensor:
-    """Routed experts of at most FEW_TOKENS tokens on a card, shapes of kernels.experts.ref.expert_mix. table: of one
-    layer."""
+    """Routed experts on a card, read where they lie, shapes of kernels.experts.ref.expert_mix. table: of one layer."""
+    if x.shape[0] > FEW_TOKENS:
+        return mma.mix(x, weights, experts, table)
     counters = experts_cuda.device_counters(x.device)
     routes = experts_cuda.plan_routes(weights, experts, table, 0, counters)
     return experts_cuda.expert_mix(linear_cuda.whole_tiles(x), routes, table, counters)
@@ -134,6 +147,9 @@ def expert_mix(
     if not exact and experts_cuda.fits(x, experts, gate_up, down):
         assert isinstance(gate_up, PackedTensor) and isinstance(down, PackedTensor)
         return experts_cuda.stacked_mix(x, weights, experts, gate_up, down)
+    if not exact and mma.fits(x, gate_up, down) and not _unpacks_experts(x):
+        assert isinstance(gate_up, PackedTensor) and isinstance(down, PackedTensor)
+        return mma.mix(x, weights, experts, experts_cuda.ExpertTable.of_stacks(gate_up, down))
     if has_grouped_products(x) and not exact:
         num, group = gate_up.shape[0], gate_up.shape[0]
         if isinstance(gate_up, PackedTensor):

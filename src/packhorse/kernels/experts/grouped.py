@@ -34,10 +34,7 @@ def grouped_mix(
     experts' rank.
     """
     top_k = experts.shape[1]
-    ranked, order = experts.flatten().sort(stable=True)
-    # Rows of the experts up to each: found in their order, the host waits for nothing.
-    ends = torch.searchsorted(ranked, torch.arange(1, num_experts + 1, device=x.device, dtype=ranked.dtype))
-    ends = ends.to(torch.int32)
+    order, ends, places = by_expert(experts, num_experts)
     rows = x[order // top_k]
     on_card = card.fits(x, x.shape[1])
     bounds = [0] * num_experts if group >= num_experts else ends.tolist()
@@ -56,9 +53,16 @@ def grouped_mix(
                 rows = result
             else:
                 rows[begin:end] = result
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    places = places.view(-1, top_k)
     return card.combine(rows, places, weights) if on_card else ranked_sum(rows, places, weights)
+
+
+def by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """experts [T, K] -> the order [R] of their choices by expert, int32 [E] how many there are up to the end of each
+    expert's, and the place [T, K] of each choice in that order. The host waits for nothing."""
+    ranked, order = experts.flatten().sort(stable=True)
+    bounds = torch.arange(1, num_experts + 1, device=experts.device, dtype=ranked.dtype)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order, torch.searchsorted(ranked, bounds).to(torch.int32), places.view(experts.shape)
 
 
 def ranked_sum(results: Tensor, places: Tensor, weights: Tensor) -> Tensor:
