@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -285,6 +286,8 @@ class Engine:
         if self._drawn or times == GIVEN_TIMES or not isinstance(self.experts, StreamedExperts):
             raise error
         size = asked_bytes(error)
+        # What the step had computed is held by the frames in which it failed.
+        traceback.clear_frames(error.__traceback__)
         freed = self.experts.give_back(size + (GIVEN_MORE << times))
         if not freed:
             raise error
