@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from packhorse.engine.experts import (
 from packhorse.engine.graphs import Experts, StepGraphs
 from packhorse.engine.heap import give_back_freed
 from packhorse.engine.identity import model_identity
+from packhorse.engine.kernels import compile_ahead
 from packhorse.engine.output import Detokenizer
 from packhorse.engine.runner import Runner
 from packhorse.facts.hardware import HardwareFacts, probe
@@ -113,29 +115,9 @@ def _assemble(
     dtype = DTYPES[sizes.dtype]
     geometry = StoreGeometry.of(facts, dtype, config.page_len, sizes.kv)
     disk, identity = open_disk(facts, config, geometry, sizes)
-    # Pages are cleared and pinned while the weights are read.
-    arena = PinnedArena(sizes.pinned_bytes, wait=False) if sizes.pinned_bytes else None
-    try:
-        model = load_model(
-            facts,
-            open_checkpoint(facts),
-            dtype=dtype,
-            device=config.device,
-            exact=config.exact,
-            packed=sizes.packed,
-            experts=None if card is None else partial(_expert_memory, arena, config.device),
-            place_experts=None if arena is None else arena.copy_from,
-            progress=progress,
-        )
-        memory, pinning = host_arena(arena)
-    except BaseException:
-        if arena is not None:
-            arena.close()
-        raise
-    if card is not None:
-        pinning += pin_embedding(model)
+    model, arena, pinning = _load_weights(facts, config, sizes, card, progress)
     give_back_freed()  # of tensors as the files have them
-    experts = place_experts(model, memory, sizes)
+    experts = place_experts(model, arena, sizes)
     store = KVStore(
         geometry,
         num_pages=sizes.num_pages,
@@ -181,6 +163,44 @@ def _assemble(
             experts.warm_up()
         card.hold(sizes.workspace_bytes)
     return engine, disk, stepping
+
+
+def _load_weights(
+    facts: ModelFacts,
+    config: EngineConfig,
+    sizes: Sizes,
+    card: CardMemory | None,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Model, PinnedArena | PagedArena | None, tuple[str, ...]]:
+    """The model, the host memory of its experts, and what to say of that. While the weights are read, pages are cleared
+    and pinned and kernels are compiled."""
+    dtype, device = DTYPES[sizes.dtype], config.device
+    arena = PinnedArena(sizes.pinned_bytes, wait=False) if sizes.pinned_bytes else None
+    wanted = (facts, dtype, sizes.kv, config.sequences, arena is not None, torch.device(device))
+    compiling = Thread(target=compile_ahead, args=wanted)
+    if card is not None:
+        compiling.start()
+    try:
+        model = load_model(
+            facts,
+            open_checkpoint(facts),
+            dtype=dtype,
+            device=device,
+            exact=config.exact,
+            packed=sizes.packed,
+            experts=None if card is None else partial(_expert_memory, arena, device),
+            place_experts=None if arena is None else arena.copy_from,
+            progress=progress,
+        )
+        memory, pinning = host_arena(arena)
+        if card is not None:
+            compiling.join()
+            pinning += pin_embedding(model)
+    except BaseException:
+        if arena is not None:
+            arena.close()
+        raise
+    return model, memory, pinning
 
 
 def host_arena(arena: PinnedArena | None) -> tuple[PinnedArena | PagedArena | None, tuple[str, ...]]:
