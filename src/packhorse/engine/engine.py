@@ -32,6 +32,9 @@ WRITE_BEHIND_BYTES = 4 * MIB
 """Copied for the disk at the end of a step: a millisecond or less."""
 MEASURED_TOKENS = 64
 """Prompt tokens of a step that says how fast prompts are read."""
+SLICE_SHARE = 0.85
+"""Of the gap between two tokens of an answer, what a slice of a sweep and a step may take together: the rest is for units
+that take longer than the last one of their kind, and for what ends a sweep."""
 HEAP_TOKENS = 512
 """Prompt tokens whose working memory is worth giving back where nothing else is to be computed."""
 GIVEN_MORE = 256 * MIB
@@ -266,7 +269,7 @@ class Engine:
         """Units of a sweep, until others have to go on; a sequence that has passed all layers is completed."""
         assert self.sweeper is not None
         began = self._clock()
-        logits = self.sweeper.run(sweep, self.max_decode_gap - self._step_s)
+        logits = self.sweeper.run(sweep, SLICE_SHARE * self.max_decode_gap - self._step_s)
         self._sweep_s += self._clock() - began
         events = []
         passed = sweep.passed
