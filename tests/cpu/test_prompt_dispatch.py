@@ -1,13 +1,18 @@
 """Where there is no card, what prompts' kernels stand for is done by their torch twins."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 import torch.nn.functional as F
 
 from kernel_cases import close, randn
+from packhorse.facts.model import MoeFacts
 from packhorse.kernels import dispatch
 from packhorse.kernels.attention.merge import CardMerger, merger_for
 from packhorse.kernels.attention.ref import Merger
 from packhorse.kernels.experts.grouped import ranked_sum
+from packhorse.layers.mlp import Moe
 
 
 def test_twins_stand_in():
@@ -36,3 +41,26 @@ def test_ranked_sum():
     places = torch.tensor([[5, 0], [2, 2], [1, 4]])
     want = [sum(weights[t, k] * results[places[t, k]] for k in range(2)) for t in range(3)]
     close(ranked_sum(results, places, weights), torch.stack(want))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 21])
+def test_few_tokens_read_experts_where_they_lie(num_tokens, monkeypatch):
+    """As many as the experts say; more are for the layer's stacks, which are let go of then."""
+    asked = []
+
+    class Staged:
+        few_tokens = 20
+        gate_up_proj, down_proj = "gate_up", "down"
+
+        def few(self, ids):
+            return "table"
+
+        def sent(self):
+            asked.append("sent")
+
+    monkeypatch.setattr(dispatch, "table_mix", lambda x, *args: asked.append(args[-1]) or x)
+    monkeypatch.setattr(dispatch, "expert_mix", lambda x, *args, exact: asked.append(args[-2:]) or x)
+    weights = SimpleNamespace(gate=lambda x: x, experts=Staged())
+    facts = MoeFacts(num_experts=8, top_k=2, expert_dim=4, shared_dim=0, norm_topk=True)
+    Moe(facts, exact=False)(randn(num_tokens, 8, device="cpu"), weights)
+    assert asked == (["table"] if num_tokens <= 20 else [("gate_up", "down"), "sent"])

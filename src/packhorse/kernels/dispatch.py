@@ -130,6 +130,10 @@ def has_delta_kernel(x: Tensor, num_tokens: int, state: Tensor) -> bool:
 FEW_TOKENS = linear_cuda.MAX_TOKENS
 """Tokens of a decode step at most: they have kernels of their own."""
 
+TABLE_TOKENS = 256
+"""Tokens up to which experts in host memory are read where they lie: a layer that is copied comes while the one before
+computes, but with all its experts, also those that are on the card or that nobody needs."""
+
 
 def table_mix(x: Tensor, weights: Tensor, experts: Tensor, table: experts_cuda.ExpertTable) -> Tensor:
     """Routed experts on a card, read where they lie, shapes of kernels.experts.ref.expert_mix. table: of one layer."""
