@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import oracle
 from engines import ask, make_engine, run_all, tiny_model
-from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CancelledRequestError, ComputeError, PromptTooLongError
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams
 from packhorse.engine.engine import GIVEN_MORE, GIVEN_TIMES, Engine
@@ -206,7 +205,7 @@ def test_warming_up_runs_each_kind_of_shape(sequences, monkeypatch):
     steps = []
     true_run = Engine._run_step
     monkeypatch.setattr(Engine, "_run_step", lambda self, step: (steps.append(step), true_run(self, step))[1])
-    warm_up(engine, EngineConfig(chunk_len=64), SimpleNamespace(context=400))
+    warm_up(engine, SimpleNamespace(context=400, chunk_len=64))
     lengths = [tuple(span.length for span in step.spans) for step in steps]
     assert lengths[0] == (8,) and {8, 16, 64, 1} <= {length for each in lengths for length in each}
     assert ((1, 64) in lengths) == (sequences == 2)
