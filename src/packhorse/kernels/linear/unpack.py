@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.core.cost import UNPACK_BYTES
@@ -41,7 +40,7 @@ def linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tenso
     for start in range(0, weight.num_rows, step):
         part = weight.rows(start, start + step)
         values = unpack_into(part, scratch[: part.num_rows * part.num_cols].view(part.shape))
-        out[:, start : start + step] = F.linear(x, values)
+        torch.mm(x, values.t(), out=out[:, start : start + step])
     return out if bias is None else out + bias
 
 
