@@ -207,11 +207,8 @@ def _registrar() -> Callable[[int, int], int]:
 
 @cache
 def _madvise() -> Callable[[int, int, int], int]:
-    """The system's, without the interpreter's lock, which Python's own holds."""
-    try:
-        call = ctypes.CDLL("libc.so.6").madvise
-    except (OSError, AttributeError):  # no glibc
-        return lambda address, size, advice: -1
+    """The C library's, called without the interpreter's lock, which Python's own holds."""
+    call = ctypes.CDLL(None).madvise
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return call
 
