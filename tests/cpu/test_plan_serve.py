@@ -11,6 +11,7 @@ from gguf_files import write_model
 
 import oracle
 import servers
+from packhorse.bench import synth
 from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
@@ -94,13 +95,48 @@ def serve(*args: str) -> subprocess.CompletedProcess:
 
 
 def test_a_plan_that_cannot_be_run_is_refused_by_name(save):
-    file = save("qwen3.6-35b-a3b", "--profile", "rtx-2080ti-11g", "--context", "245760")
+    file = save("qwen3.6-35b-a3b", "--profile", "rtx-3090-x2", "--context", "245760", "--recipe", "3bit")
     done = serve(str(servers.folder()), "--plan", str(file))
-    assert done.returncode == 2 and "the engine sizes them by its own rules; the recipe int4" in done.stderr
-    with pytest.raises(UsageError, match="the recipe int4"):
+    assert done.returncode == 2 and "2 cards; the recipe 3bit" in done.stderr
+    with pytest.raises(UsageError, match="2 cards"):
         read_saved(file)
     with pytest.raises(DoesNotFitError, match=r"3\.\d+ GiB are missing"):
         read_saved(save("qwen3.6-27b", "--profile", "rtx-3060-12g", "--context", "131072", "--kv", "fp16"))
+
+
+def test_a_plan_for_a_card_is_settings_of_the_engine(save, tmp_path, monkeypatch):
+    """The same model by name and as files in its recipe: one plan, one set of sizes; other files are refused."""
+    small = {"num_hidden_layers": 8, "num_experts": 32, "vocab_size": 4096, "moe_intermediate_size": 256}
+    true_config = synth.known_config
+    monkeypatch.setattr(synth, "known_config", lambda name: true_config(name) | small)
+    synth.synthesize(tmp_path / "m", "qwen3-30b-a3b", "int4", layers=8)
+    synth.synthesize(tmp_path / "other", "qwen3-30b-a3b", "int8", layers=8)
+    files = read_model(tmp_path / "m")
+    pools = {
+        "device": "cuda",
+        "context": 2048,
+        "sequences": 1,
+        "kv_tokens": 2048,
+        "chunk_len": 1024,
+        "sweep_len": 0,
+    }
+    whole = size_engine(files, EngineConfig(kv="fp8", **pools), "bf16", 10 * GIB)
+    cap = whole.device_bytes // 2**20 - 40
+    wishes = "--profile", "rtx-3060-12g", "--context", "2048", "--vram", f"{cap}MiB"
+    document = read_saved(save(str(tmp_path / "m"), *wishes))
+    config = EngineConfig(**document["engine"])
+    assert config.device == "cuda" and config.vram == cap * 2**20 and config.weights == "packed"
+    sizes = size_engine(files, config, config.dtype, config.vram)
+    assert 0 < sizes.expert_slots < 256 == document["experts"]["total"]
+    assert document["tiers"]["device0"]["total_bytes"] == sizes.device_bytes
+    named = replace(files, tensors={}, stored={}, container="config")
+    plan = solve(named, read_profile("rtx-3060-12g"), Wishes(context=2048, vram=config.vram, recipe="int4"))
+    assert plan.executable and plan.placement.sizes == sizes
+    check_planned(document, files)
+    with pytest.raises(UsageError, match="weight_bytes"):
+        check_planned(document, read_model(tmp_path / "other"))
+    converted = solve(files, read_profile("rtx-3090"), Wishes(context=2048, recipe="int8"))
+    assert "the recipe int8 of these files" in converted.unbuilt[0]
 
 
 def test_a_plan_for_another_model_and_options_beside_it(save):

@@ -139,8 +139,8 @@ class _Maker:
         name = self.recipe.formats.get(kind, self.recipe.rest)
         if len(part.shape) < 2 or part.shape[-2] == 1 or name is None:
             return None
-        form = PACKED[name]
-        if form.kind != "symmetric" or form.bits not in (4, 8) or self.recipe.bits is not None:
+        form = PACKED.get(name)
+        if form is None or form.kind != "symmetric" or form.bits not in (4, 8):
             raise UsageError(
                 f"The recipe {self.recipe.name} has {name}, which is not made up.",
                 hint="Choose int4 or int8.",

@@ -31,7 +31,8 @@ _PARTS = {"link": "links", "memory": "memories", "drive": "drives"}
 @dataclass(frozen=True)
 class Card:
     """`count` equal cards. usable_bytes: what one process can have of one, by the driver's figure. read_rate: bytes
-    a second. flops: dense fp16 products with fp32 sums, a second, of one card."""
+    a second. flops: dense fp16 products with fp32 sums, a second, of one card. arch: ten times its compute
+    capability."""
 
     name: str
     count: int
@@ -39,6 +40,7 @@ class Card:
     read_rate: float
     flops: float
     power_w: float
+    arch: int
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def _card(fields: Fields) -> Card:
         read_rate=1e9 * fields.number("read_gb_s", low=1.0, high=1e6),
         flops=1e12 * fields.number("tflops", low=0.1, high=1e6),
         power_w=fields.number("power_w", 0.0, high=1e5),
+        arch=fields.integer("compute_capability", high=1000),
     )
 
 

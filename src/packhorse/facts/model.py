@@ -164,6 +164,10 @@ class ModelFacts:
     num_mtp_layers: int = 0
     notes: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        """Of a few fields, as mappings have none: what is derived from facts is kept by them."""
+        return hash((self.name, self.container, self.layer_kinds, self.context))
+
     @property
     def num_layers(self) -> int:
         return len(self.layer_kinds)

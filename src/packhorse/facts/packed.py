@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from packhorse.core.formats import PACKED, TILE_ROWS, PackedFormat
 from packhorse.facts.gguf_model import is_mtp_block
@@ -46,13 +47,14 @@ class PackedMatrix:
         return _INDEX_BYTES * self.num_cols if self.permuted else 0
 
 
-def packed_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:
+@lru_cache(maxsize=16)
+def packed_matrices(facts: ModelFacts) -> tuple[PackedMatrix, ...]:
     """The text model's matrices that can stay packed.
 
     Left out is what the loader unpacks: types that no packed format holds, routers, and experts whose gate and
     up matrices differ in format or do not meet at a row block.
     """
-    yield from _gguf_matrices(facts) if facts.container == "gguf" else _stored_matrices(facts)
+    return tuple(_gguf_matrices(facts) if facts.container == "gguf" else _stored_matrices(facts))
 
 
 def _stored_matrices(facts: ModelFacts) -> Iterator[PackedMatrix]:

@@ -8,43 +8,63 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from packhorse.core.errors import UsageError
-from packhorse.core.formats import COMPUTE_DTYPES, PACKED
-from packhorse.facts.weights import ParamGroup
-
-_SCALED = 128
+from packhorse.core.formats import COMPUTE_DTYPES, PACKED, TILE_COLS, TILE_ROWS, PackedFormat
+from packhorse.facts.model import ModelFacts, StoredMatrix
+from packhorse.facts.weights import ParamGroup, param_groups
 
 
 @dataclass(frozen=True)
 class Recipe:
     """dtype: of whatever is not packed, and what is computed in. formats: packed format by class; `rest`: of
-    matrices of other classes, None to leave them in dtype. bits: of matrices outside embeddings, where no
-    format holds them. from_files: matrices that the files hold packed stay as they are (plan.account)."""
+    matrices of other classes, None to leave them in dtype. from_files: matrices that the files hold packed stay as
+    they are (plan.account)."""
 
     name: str
     dtype: str = "fp16"
     formats: Mapping[str, str] = field(default_factory=dict)
     rest: str | None = None
-    bits: float | None = None
     from_files: bool = False
 
     @property
     def is_packed(self) -> bool:
-        return self.from_files or self.rest is not None or self.bits is not None or bool(self.formats)
+        return self.from_files or self.rest is not None or bool(self.formats)
+
+    @property
+    def has_formats(self) -> bool:
+        """Whether formats of ours hold all that it packs."""
+        return self.rest is None or self.rest in PACKED
+
+    def form(self, group: ParamGroup) -> PackedFormat | None:
+        """The packed format of a group's matrices, None where they are in dtype or fp32."""
+        name = self.formats.get(group.kind, self.rest)
+        if group.fp32 or group.num_cols == 0 or name is None:
+            return None
+        if name in PACKED:
+            return PACKED[name]
+        like = PACKED["int8-g128"]
+        sizes = like.group_len, like.kind, like.block_cols, like.header_bytes
+        return _Bits(name, 0, *sizes, value_bits=float(name.removesuffix("bit")))
 
     def group_bytes(self, group: ParamGroup) -> int:
         """Bytes of a group of weights; norms, routers, convolutions and decay parameters are fp32 always."""
-        if group.fp32:
-            return COMPUTE_DTYPES["fp32"].num_bytes(group.num_values)
-        form = self.formats.get(group.kind, self.rest)
-        if group.num_cols == 0 or (form is None and self.bits is None):
-            return COMPUTE_DTYPES[self.dtype].num_bytes(group.num_values)
+        form = self.form(group)
         if form is not None:
-            return group.num_matrices * PACKED[form].num_bytes(group.num_rows, group.num_cols)
-        assert self.bits is not None
-        return int(group.num_values * (self.bits + 16 / _SCALED) / 8)
+            return group.num_matrices * form.num_bytes(group.num_rows, group.num_cols)
+        return COMPUTE_DTYPES["fp32" if group.fp32 else self.dtype].num_bytes(group.num_values)
+
+
+@dataclass(frozen=True)
+class _Bits(PackedFormat):
+    """Any number of bits a value, in the layout of whole ones: no kernel reads it."""
+
+    value_bits: float
+
+    @property
+    def tile_bytes(self) -> int:
+        return int(TILE_ROWS * TILE_COLS * self.value_bits / 8)
 
 
 _EIGHT = {"embeddings": "int8-g128"}
@@ -68,7 +88,29 @@ def recipe(name: str) -> Recipe:
         raise UsageError(
             f"The recipe {name!r} is not known.", hint=f"Choose {', '.join(RECIPES)}, or Xbit such as 2.5bit."
         )
-    return Recipe(name, "fp16", _EIGHT, bits=float(match[1]))
+    return Recipe(name, "fp16", _EIGHT, name)
+
+
+_NAMES = {
+    "embeddings": "model.embed_tokens", "lm_head": "lm_head", "attention": "model.layers.{}.self_attn",
+    "delta_net": "model.layers.{}.linear_attn", "shared_expert": "model.layers.{}.mlp.shared_expert",
+    "experts": "model.layers.{}.mlp.experts", "mlp": "model.layers.{}.mlp",
+}  # fmt: skip
+
+
+def as_stored(facts: ModelFacts, recipe: Recipe) -> ModelFacts:
+    """The model as a folder would hold it whose matrices were packed by a recipe; as it is where its files count or
+    nothing is packed. Names are the classes' own, numbered."""
+    if recipe.from_files or not recipe.is_packed:
+        return facts
+    stored = {}
+    for number, group in enumerate(param_groups(facts)):
+        form = recipe.form(group)
+        if form is not None:
+            name, shape = _NAMES[group.kind].format(number) + ".weight", (group.num_rows, group.num_cols)
+            whole = (group.num_matrices, *shape) if group.kind == "experts" else shape
+            stored[name] = StoredMatrix(name, form, whole, "packhorse", {}, form.group_len)
+    return replace(facts, container="safetensors", tensors={}, stored=stored)
 
 
 def class_bytes(groups: Iterable[ParamGroup], recipe: Recipe) -> dict[str, int]:

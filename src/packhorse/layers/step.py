@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packhorse.core.formats import TILE_COLS
 from packhorse.core.protocols import LayerWeights
 from packhorse.facts.model import ModelFacts, MoeFacts
+from packhorse.facts.steps import step_misfit
 from packhorse.kernels.attention.cuda import DecodeBatch, PagedAttention
-from packhorse.kernels.delta.cuda import HEAD_DIMS, delta_step
-from packhorse.kernels.experts.cuda import MAX_EXPERTS, MAX_TOP_K, ExpertTable, expert_mix, route
+from packhorse.kernels.delta.cuda import delta_step
+from packhorse.kernels.experts.cuda import ExpertTable, expert_mix, route
 from packhorse.kernels.experts.ref import swiglu
 from packhorse.kernels.linear.cuda import packed_linear, packed_swiglu
 from packhorse.kernels.linear.dense import dense_linear
-from packhorse.kernels.norm.cuda import MAX_HIDDEN, residual_norm
+from packhorse.kernels.norm.cuda import residual_norm
 from packhorse.layers.linear import Linear, PackedLinear, Piece
 from packhorse.quant.packed import PackedTensor
 
@@ -166,15 +166,4 @@ def moe_step(facts: MoeFacts, x: Tensor, residual: Tensor, step: LayerStep, weig
 
 def misfit(facts: ModelFacts, dtype: torch.dtype) -> str | None:
     """Why a model's layers have no step kernels, in words; None where they have."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in {str(dtype).removeprefix('torch.')}"
-    d = facts.delta
-    if d is not None and (d.k_head_dim != d.v_head_dim or d.k_head_dim not in HEAD_DIMS):
-        return f"its delta-net heads have {d.k_head_dim} and {d.v_head_dim} dims"
-    if facts.hidden_size % 8 or facts.hidden_size > MAX_HIDDEN:
-        return f"its hidden size is {facts.hidden_size}"
-    if facts.moe is not None and (facts.moe.num_experts > MAX_EXPERTS or facts.moe.top_k > MAX_TOP_K):
-        return f"it routes {facts.moe.top_k} of {facts.moe.num_experts} experts"
-    if facts.moe is not None and (facts.hidden_size % TILE_COLS or facts.moe.expert_dim % TILE_COLS):
-        return f"its experts have {facts.hidden_size} and {facts.moe.expert_dim} dims, no multiples of {TILE_COLS}"
-    return None
+    return step_misfit(facts, {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32"))

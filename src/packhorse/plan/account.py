@@ -6,9 +6,10 @@ codec: how K and V are stored (`core.formats.kv_token_bytes`). dtype: what is co
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from packhorse.core import cost, formats
-from packhorse.core.units import MIB, ceil_div
+from packhorse.core.units import MIB, ceil_div, format_bytes
 from packhorse.facts.machine import calibration
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
@@ -16,7 +17,7 @@ from packhorse.facts.recipes import Recipe, class_bytes
 from packhorse.facts.weights import draft_groups, param_groups
 
 FRAME_BYTES = 16 * MIB
-"""What expert slots and KV pages of a card are cut from."""
+"""In what MLP rows move between a card and host memory, where that is modelled."""
 SEGMENT_LEN = 8192
 """Keys that attention reads at once at most, as in store.kv."""
 DECODE_COPIES = 5
@@ -37,14 +38,9 @@ def kv_page_bytes(facts: ModelFacts, codec: str, page_len: int) -> int:
     return page_len * formats.kv_token_bytes(codec, facts.num_kv_heads, facts.head_dim)
 
 
-def kv_bytes(facts: ModelFacts, codec: str, num_tokens: int, page_len: int, *, framed: bool = False) -> int:
-    """All pages of `num_tokens` tokens, over all layers; `framed`: in whole frames, as on a card."""
-    page = facts.num_full_layers * kv_page_bytes(facts, codec, page_len)
-    num_pages = ceil_div(num_tokens, page_len)
-    if not framed or page == 0:
-        return num_pages * page
-    frame = max(FRAME_BYTES, page)
-    return ceil_div(num_pages, frame // page) * frame
+def kv_bytes(facts: ModelFacts, codec: str, num_tokens: int, page_len: int) -> int:
+    """All pages of `num_tokens` tokens, over all layers."""
+    return ceil_div(num_tokens, page_len) * facts.num_full_layers * kv_page_bytes(facts, codec, page_len)
 
 
 def snapshot_bytes(facts: ModelFacts, dtype: str) -> int:
@@ -59,6 +55,7 @@ def snapshot_bytes(facts: ModelFacts, dtype: str) -> int:
     return facts.num_linear_layers * (conv + state)
 
 
+@lru_cache(maxsize=32)
 def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False, cpu: bool = False) -> int:
     """All weights of the text model in the compute type `dtype`; norms, routers, convolutions and decay
     parameters are fp32 always. packed: matrices that the files hold packed stay so. cpu: on a CPU outside exact
@@ -72,6 +69,7 @@ def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False, cpu: bo
     return total + sum((m.cpu_bytes if int4 else m.num_bytes) - compute.num_bytes(m.num_values) for m in kept)
 
 
+@lru_cache(maxsize=32)
 def embedding_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False) -> int:
     """The embedding alone, as `weight_bytes` counts it; 0 where it is the output head too."""
     if facts.tied:
@@ -80,6 +78,7 @@ def embedding_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False) -> i
     return kept[0] if kept else formats.COMPUTE_DTYPES[dtype].num_bytes(facts.vocab_size * facts.hidden_size)
 
 
+@lru_cache(maxsize=32)
 def packed_expert_bytes(facts: ModelFacts) -> int:
     """All routed experts as the files hold them packed; 0 where not all of them stay packed, gate and up of all layers
     in one format, down in one."""
@@ -91,6 +90,15 @@ def packed_expert_bytes(facts: ModelFacts) -> int:
     values = sum(group.num_values for group in param_groups(facts) if group.kind == "experts")
     whole = values > 0 and sum(matrix.num_values for matrix in found) == values
     return sum(matrix.num_bytes for matrix in found) if whole else 0
+
+
+@lru_cache(maxsize=32)
+def listed_formats(facts: ModelFacts) -> str:
+    """Packed formats of a model's files and the bytes in each, for people."""
+    forms: dict[str, int] = {}
+    for matrix in packed_matrices(facts):
+        forms[matrix.form.name] = forms.get(matrix.form.name, 0) + matrix.num_bytes
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in forms.items())
 
 
 def recipe_bytes(facts: ModelFacts, recipe: Recipe, *, cpu: bool = False) -> dict[str, int]:
@@ -106,12 +114,6 @@ def recipe_bytes(facts: ModelFacts, recipe: Recipe, *, cpu: bool = False) -> dic
 def draft_bytes(facts: ModelFacts, recipe: Recipe) -> int:
     """One layer of multi-token prediction under a recipe."""
     return sum(class_bytes(draft_groups(facts), recipe).values())
-
-
-def expert_bytes(facts: ModelFacts, recipe: Recipe) -> int:
-    """One routed expert of one layer: what a slot holds. 0 for a model without them."""
-    num = sum(facts.moe_layers) * (facts.moe.num_experts if facts.moe else 0)
-    return recipe_bytes(facts, recipe)["experts"] // num if num else 0
 
 
 def layer_slices(facts: ModelFacts, num_cards: int) -> list[ModelFacts]:
@@ -200,9 +202,9 @@ def pending_bytes(facts: ModelFacts, sequences: int, page_len: int) -> int:
 
 
 def runtime_bytes() -> int:
-    """What a card holds beside our pools: CUDA context, cuBLAS workspace, slack of the allocator."""
+    """What a card holds beside our pools: CUDA context, kernels, slack of the allocator."""
     sizes = calibration()["device_mib"]
-    return MIB * int(sizes["context"] + sizes["cublas"] + sizes["allocator"])
+    return MIB * int(sizes["context"] + sizes["modules"] + sizes["allocator"])
 
 
 def graph_bytes(sequences: int) -> int:

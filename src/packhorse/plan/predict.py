@@ -1,7 +1,6 @@
 """How long it will take: bytes over each link and operations over each unit, at calibrated efficiencies.
 
-Each figure comes three times, (low, expected, high) of the calibration's fractions. High also lets the CPU work
-on what is missing from a card while the link reads the rest; low and expected do not.
+Each figure comes three times, (low, expected, high) of the calibration's values.
 """
 
 from __future__ import annotations
@@ -9,16 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from packhorse.core import cost
+from packhorse.core.units import ceil_div
 from packhorse.facts.machine import Machine, calibration
 from packhorse.facts.model import ModelFacts
 from packhorse.plan import account
-from packhorse.plan.place import CHUNK_LEN, Footprint, Placement
+from packhorse.plan.place import Footprint, Placement
 
 LOW, EXPECTED, HIGH = 0, 1, 2
 TAIL_LEN = 64
 """Tokens of the follow-up question that is predicted."""
-KERNELS_PER_LAYER = 17.5
-"""Kernels of a decode step: at most 700 over 40 layers."""
+KERNELS_PER_LAYER = 10.5
+"""Kernels of a captured decode step: 421 over 40 layers."""
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,55 @@ class Times:
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates of a machine as the engine is taken to reach them, bytes or operations a second."""
+    """Rates of one card (or a CPU) as the engine is taken to reach them, in bytes or operations a second.
 
-    device: float
+    dense, experts, kv: reading weights that stay, routed experts on the card, and K and V. link: what is in host
+    memory. load: making weights of files. products, expert_products, attention, delta: operations of prompts.
+    row_passes: times that a layer reads or writes the widest rows of a prompt's tokens. kernel_s: a kernel of a
+    captured step beside its bytes; step_s: a step beside its kernels."""
+
+    dense: float
+    experts: float
+    kv: float
     link: float
-    missing: float
     drive: float
-    flops: float
+    load: float
+    products: float
+    expert_products: float
+    attention: float
+    delta: float
+    row_passes: float
     kernel_s: float
-    touch: float
+    step_s: float
 
     @classmethod
     def of(cls, machine: Machine, band: int) -> Speed:
-        """The rates in one band of the calibration. missing: what units outside the cards are read at."""
+        """The rates in one band of the calibration."""
         data = calibration()
         part = {name: entry["values"][band] for name, entry in data["fractions"].items()}
-        memory, link = machine.memory_rate * part["memory"], machine.link_rate * part["link"]
-        drive = machine.drive_rate * part["drive"]
-        touch = 1e9 * data["touch_gb_s_per_thread"]["values"][band] * machine.cores
-        kernel_s = 1e-6 * data["kernel_us"]["values"][-1 - band]
+        cost_of = {name: data[name]["values"][-1 - band] for name in ("kernel_us", "step_us", "row_passes")}
+        fixed = {"drive": machine.drive_rate * part["drive"], "kernel_s": 1e-6 * cost_of["kernel_us"]}
+        fixed["step_s"] = 1e-6 * cost_of["step_us"]
+        memory = machine.memory_rate * part["memory"]
         if machine.card is None:
             flops = 1e9 * data["cpu_gflops_per_core"]["values"][band] * machine.cores
-            return cls(memory, memory, memory, drive, flops, kernel_s, touch)
-        link = min(link, machine.memory_rate)
-        missing = min(link + memory, machine.memory_rate) if band == HIGH else link
-        device = machine.card.read_rate * part["vram"]
-        # Layers on several cards follow one another: prompts fill the cards in turn, tokens do not.
-        flops = machine.card.flops * part["tensor"] * machine.card.count
-        return cls(device, link, missing, drive, flops, kernel_s, touch)
+            reads = dict.fromkeys(("dense", "experts", "kv", "link"), memory)
+            products = dict.fromkeys(("products", "expert_products", "attention", "delta"), flops)
+            return cls(**reads, **products, **fixed, load=machine.drive_rate, row_passes=0.0)
+        card = machine.card
+        return cls(
+            **fixed,
+            dense=card.read_rate * part["vram"],
+            experts=card.read_rate * part["vram_experts"],
+            kv=card.read_rate * part["vram_kv"],
+            link=min(machine.link_rate * part["link"], machine.memory_rate),
+            load=1e6 * data["load_mb_s_per_core"]["values"][band] * machine.cores,
+            products=card.flops * part["tensor"],
+            expert_products=card.flops * part["tensor_experts"],
+            attention=card.flops * part["attention"],
+            delta=card.flops * part["delta"],
+            row_passes=cost_of["row_passes"],
+        )
 
 
 def predict(footprint: Footprint, machine: Machine, placement: Placement, band: int = EXPECTED) -> Times:
@@ -84,12 +105,7 @@ def predict(footprint: Footprint, machine: Machine, placement: Placement, band: 
     tail = step.tail_s(job.context)
     kept = account.kv_token_bytes(footprint.facts, job.kv) * job.device_kv + footprint.snapshot_bytes
     from_ram = kept / speed.link + tail
-    on_cards = placement.on_device * footprint.unit_bytes
-    load = [
-        sum(footprint.classes.values()) / speed.drive,
-        placement.in_host * footprint.unit_bytes / speed.touch,
-        on_cards / speed.link,
-    ]
+    weights = sum(footprint.classes.values())
     start, end = step.decode_s(0, 1), step.decode_s(job.context, 1)
     together = step.decode_s(job.context, job.sequences)
     return Times(
@@ -101,7 +117,7 @@ def predict(footprint: Footprint, machine: Machine, placement: Placement, band: 
         decode_tok_s_end=step.tokens / end,
         decode_tok_s_total=step.tokens * job.sequences / together,
         queue_wait_s=(job.sequences - 1) * cold,
-        load_s=max(load),
+        load_s=max(weights / speed.drive, weights / speed.load),
     )
 
 
@@ -114,6 +130,7 @@ class _Step:
         accepted = calibration()["draft_acceptance"]["values"][band]
         # A guess counts where all before it were right.
         self.tokens = sum(accepted**index for index in range(placement.job.draft + 1))
+        self._kernels_s = KERNELS_PER_LAYER * self.facts.num_layers * speed.kernel_s + speed.step_s
         self._dense = dense_bytes(footprint)
         if placement.job.draft:
             shared = footprint.head_bytes + _active_share(footprint.facts) * footprint.draft_bytes
@@ -124,48 +141,70 @@ class _Step:
         job = self._placement.job
         fixed = self._dense + 2 * sequences * self._footprint.snapshot_bytes
         rows = sequences * (1 + job.draft)
-        compute = 2 * rows * self._footprint.active_params / self.speed.flops
-        kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
-        read = fixed / self.speed.device + sequences * self._kv_s(context) + self._units_s(rows)
-        return max(read, compute) + kernels
+        compute = 2 * rows * self._footprint.active_params / self.speed.products
+        read = fixed / self.speed.dense + sequences * self._kv_s(context) + self._units_s(rows)
+        return max(read, compute) + self._kernels_s
 
     def prefill_s(self, num_tokens: int) -> float:
         """Reading a prompt: products, attention and delta rule, with what is streamed behind them."""
-        compute = prefill_flops(self._footprint, 0, num_tokens) / self.speed.flops
         where = self._placement
-        streamed = (where.num_units - where.kept) * self._footprint.unit_bytes
-        from_disk = max(0, where.num_units - where.kept - where.in_host) * self._footprint.unit_bytes
-        once = streamed / self.speed.link + from_disk / self.speed.drive
         # Every sub-chunk reads what lies in host memory of the KV before it: half of it on average.
         host_kv = num_tokens - min(num_tokens, where.job.device_kv)
-        once_more = host_kv / CHUNK_LEN * self._kv_s(num_tokens, outside=True) / 2
-        return max(compute, where.num_sweeps * once + once_more)
+        once_more = host_kv / where.chunk_len * self._kv_s(num_tokens, outside=True) / 2
+        sweeps = ceil_div(num_tokens, where.sweep_len)
+        return max(self._compute_s(0, num_tokens), sweeps * self._stream_s() + once_more)
 
     def tail_s(self, context: int) -> float:
         """A follow-up of TAIL_LEN tokens after `context` tokens, to its first token."""
-        compute = prefill_flops(self._footprint, context, TAIL_LEN) / self.speed.flops
-        fixed = (self._dense + 2 * self._footprint.snapshot_bytes) / self.speed.device
-        kernels = KERNELS_PER_LAYER * self.facts.num_layers * self.speed.kernel_s
-        return compute + fixed + self._kv_s(context) + self._units_s(TAIL_LEN) + kernels
+        work = max(self._compute_s(context, TAIL_LEN), self._stream_s())
+        return work + self._kv_s(context) + self._kernels_s
+
+    def _compute_s(self, start: int, num_tokens: int) -> float:
+        """What a card computes and moves of its own memory for tokens start .. start + num_tokens. Layers on several
+        cards follow one another: prompts fill the cards in turn."""
+        speed, footprint = self.speed, self._footprint
+        flops = prefill_parts(footprint, start, num_tokens)
+        seconds = (
+            flops["products"] / speed.products
+            + flops["experts"] / speed.expert_products
+            + flops["attention"] / speed.attention
+            + flops["delta"] / speed.delta
+        )
+        if footprint.num_cards == 0:
+            return seconds
+        # Each chunk reads all weights, and writes and reads the values of packed ones.
+        chunks = ceil_div(num_tokens, self._placement.chunk_len)
+        moved = chunks * (footprint.layer_bytes + 4 * footprint.packed_values)
+        rows = account.activation_bytes(self.facts, num_tokens) // 2
+        moved += int(speed.row_passes * self.facts.num_layers * rows)
+        return (seconds + moved / speed.dense) / footprint.num_cards
+
+    def _stream_s(self) -> float:
+        """Bringing once, over the link or from a disk, what does not stay on the card while a prompt is read."""
+        where = self._placement
+        streamed = (where.num_units - where.kept) * self._footprint.unit_bytes
+        from_disk = max(0, where.num_units - where.kept - where.in_host) * self._footprint.unit_bytes
+        return streamed / self.speed.link + from_disk / self.speed.drive
 
     def _kv_s(self, context: int, *, outside: bool = False) -> float:
         """Reading the KV of `context` tokens once, or only the part of it outside the card."""
         job = self._placement.job
         inside = min(context, job.device_kv)
         per_token = account.kv_token_bytes(self.facts, job.kv)
-        seconds = (context - inside) * per_token / self.speed.missing
-        return seconds if outside else seconds + inside * per_token / self.speed.device
+        seconds = (context - inside) * per_token / self.speed.link
+        return seconds if outside else seconds + inside * per_token / self.speed.kv
 
     def _units_s(self, rows: int) -> float:
         """Reading, once each, the moving units that `rows` tokens touch, wherever they are."""
         where, footprint = self._placement, self._footprint
         touched = touched_share(self.facts, rows)
+        inside = self.speed.dense if self.facts.moe is None else self.speed.experts
         if footprint.num_cards == 0:
-            return touched * footprint.classes.get(footprint.mover, 0) / self.speed.device
+            return touched * footprint.classes.get(footprint.mover, 0) / inside
         size = touched * footprint.unit_bytes
         outside = where.num_units - where.on_device
         from_disk = max(0, outside - where.in_host)
-        seconds = size * where.on_device / self.speed.device + size * outside / self.speed.missing
+        seconds = size * where.on_device / inside + size * outside / self.speed.link
         return seconds + size * from_disk / self.speed.drive
 
 
@@ -187,13 +226,24 @@ def _active_share(facts: ModelFacts) -> float:
     return 1.0 if facts.moe is None else 2 * facts.moe.top_k / facts.moe.num_experts
 
 
-def prefill_flops(footprint: Footprint, start: int, num_tokens: int) -> int:
-    """Operations of reading tokens start .. start + num_tokens, with the logits of the last one."""
+def prefill_parts(footprint: Footprint, start: int, num_tokens: int) -> dict[str, int]:
+    """Operations of reading tokens start .. start + num_tokens, with the logits of the last one: of `products` outside
+    routed experts, these `experts`, `attention` and `delta` rule."""
     facts, delta = footprint.facts, footprint.facts.delta
-    total = 2 * num_tokens * footprint.body_params + 2 * facts.vocab_size * facts.hidden_size
+    experts = footprint.expert_params
     attention = cost.causal_attention_flops(start, num_tokens, facts.num_heads, facts.head_dim)
-    total += facts.num_full_layers * attention
+    rule = 0
     if delta is not None:
         rule = cost.delta_rule_flops(num_tokens, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
-        total += facts.num_linear_layers * rule
-    return total
+    head = 2 * facts.vocab_size * facts.hidden_size
+    return {
+        "products": 2 * num_tokens * (footprint.body_params - experts) + head,
+        "experts": 2 * num_tokens * experts,
+        "attention": facts.num_full_layers * attention,
+        "delta": facts.num_linear_layers * rule,
+    }
+
+
+def prefill_flops(footprint: Footprint, start: int, num_tokens: int) -> int:
+    """All of them."""
+    return sum(prefill_parts(footprint, start, num_tokens).values())

@@ -8,13 +8,13 @@ from typing import Any
 
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
 from packhorse.core.types import PAGE_LEN
-from packhorse.core.units import format_bytes, round_up
+from packhorse.core.units import format_bytes
 from packhorse.facts.fields import read_object
 from packhorse.facts.machine import calibration
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.weights import expected_params
 from packhorse.plan import account
-from packhorse.plan.place import HOST_SNAPSHOTS, Tier
+from packhorse.plan.place import Tier
 from packhorse.plan.predict import (
     EXPECTED,
     HIGH,
@@ -23,6 +23,7 @@ from packhorse.plan.predict import (
     Times,
     dense_bytes,
     prefill_flops,
+    prefill_parts,
     touched_share,
 )
 from packhorse.plan.solve import Alternative, Plan, reach
@@ -37,7 +38,6 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
     """The plan as JSON, fields as in docs/plan.md. model: as it was asked for. tariff: money a kilowatt-hour."""
     where, facts, machine = plan.placement, plan.facts, plan.machine
     job = where.job
-    moe = facts.moe is not None
     return {
         "version": VERSION,
         "model": {"asked": model, "name": facts.name, "family": facts.family, "window": facts.context}
@@ -52,7 +52,7 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
         "not_executable": list(plan.unbuilt),
         "shortfall_bytes": dict(where.shortfall),
         "tiers": {name: _tier(tier) for name, tier in where.tiers.items()},
-        "experts": {"slots": where.on_device if moe else 0, "total": where.num_units if moe else 0},
+        "experts": _experts(plan),
         "kv": {"codec": job.kv, "bytes_per_token": account.kv_token_bytes(facts, job.kv)},
         "context": {"planned": job.context, "comfortable": plan.comfortable, "limit": plan.limit}
         | {"reach": reach(facts)},
@@ -71,21 +71,26 @@ def _tier(tier: Tier) -> dict[str, Any]:
     return {"cap_bytes": tier.cap_bytes, "total_bytes": tier.total_bytes, "items": dict(tier.items)}
 
 
+_FIELDS = (
+    "context", "sequences", "kv_tokens", "snapshots", "dtype", "kv", "weights", "device", "vram", "ram", "chunk_len",
+    "sweep_len",
+)  # fmt: skip
+
+
+def _experts(plan: Plan) -> dict[str, int]:
+    """Of a model with routed experts: places for them on cards, and how many are there between prompts."""
+    where, sizes = plan.placement, plan.placement.sizes
+    if plan.facts.moe is None:
+        return {"slots": 0, "held": 0, "total": 0}
+    slots = None if sizes is None else sizes.expert_slots
+    return {"slots": slots or where.on_device, "held": where.on_device, "total": where.num_units}
+
+
 def _engine(plan: Plan) -> dict[str, Any] | None:
-    """Fields of EngineConfig that run the plan; None where the engine cannot."""
-    job, dtype = plan.placement.job, plan.recipe.dtype
+    """Fields of EngineConfig that run the plan; None where the engine cannot. What is not said is the engine's own."""
     if not plan.executable:
         return None
-    return {
-        "context": job.context,
-        "sequences": job.sequences,
-        "kv_tokens": job.sequences * round_up(job.context, PAGE_LEN),
-        "snapshots": HOST_SNAPSHOTS,
-        "dtype": dtype,
-        "kv": "auto" if job.kv == dtype else job.kv,
-        "weights": "packed" if plan.recipe.from_files else "unpacked",
-        "device": "cpu",
-    }
+    return {name: value for name in _FIELDS if (value := getattr(plan.placement.config, name))}
 
 
 def read_saved(file: Path) -> dict[str, Any]:
@@ -109,15 +114,18 @@ def read_saved(file: Path) -> dict[str, Any]:
     if document["engine"] is None:
         raise UsageError(
             f"The engine cannot run the plan {file} yet: {'; '.join(document['not_executable'])}.",
-            hint="Plan for a machine without a card, with a recipe and a context that it runs.",
+            hint="Plan for one card or none, with a recipe and a context that it runs.",
         )
     return document
 
 
 def check_planned(document: Mapping[str, Any], facts: ModelFacts) -> None:
-    """Raises UsageError where a plan was made for a model of another kind or size."""
-    planned = document["model"]
-    found = {"family": facts.family, "parameters": sum(expected_params(facts).values())}
+    """Raises UsageError where a plan was made for a model of another kind or size, or in other formats."""
+    planned, engine = document["model"], document["engine"]
+    planned = {**planned, "weight_bytes": document["tiers"]["disk"]["items"]["weights"]}
+    packed, on_cpu = engine["weights"] == "packed", engine["device"] == "cpu"
+    size = account.weight_bytes(facts, engine["dtype"], packed=packed, cpu=on_cpu)
+    found = {"family": facts.family, "parameters": sum(expected_params(facts).values()), "weight_bytes": size}
     for name, value in found.items():
         if planned.get(name) != value:
             raise UsageError(
@@ -262,7 +270,8 @@ def _arithmetic(plan: Plan) -> Iterator[str]:
     for kind, size in footprint.classes.items():
         yield f"weights, {kind}: {size:,} B"
     yield f"a token reads {dense_bytes(footprint):,} B of weights that do not move, {2 * footprint.snapshot_bytes:,} B"
-    yield f"    of state and, at the end, {job.context * per_token:,} B of KV, at {speed.device / 1e9:.4g} GB/s"
+    yield f"    of state, at {speed.dense / 1e9:.4g} GB/s, and, at the end, {job.context * per_token:,} B of KV, at"
+    yield f"    {speed.kv / 1e9:.4g} GB/s"
     if where.num_units:
         touched = touched_share(facts, 1) * where.num_units
         inside = where.on_device / where.num_units
@@ -271,10 +280,14 @@ def _arithmetic(plan: Plan) -> Iterator[str]:
         yield f"    it touches {touched:.4g} of {where.num_units:,} units ({footprint.mover}) of {unit:,} B;"
         yield f"    {inside:.1%} of these are on the card"
         if missed:
-            yield f"    {missed:,.0f} B come at {speed.missing / 1e9:.4g} GB/s: {missed / speed.missing * 1e3:.3g} ms"
-    flops = prefill_flops(footprint, 0, job.context)
-    seconds = flops / speed.flops
-    yield f"a cold prompt takes {flops / 1e15:,.4g}e15 operations at {speed.flops / 1e12:.4g} TFLOP/s: {seconds:.4g} s"
+            yield f"    {missed:,.0f} B come at {speed.link / 1e9:.4g} GB/s: {missed / speed.link * 1e3:.3g} ms"
+    yield f"a cold prompt takes {prefill_flops(footprint, 0, job.context) / 1e15:,.4g}e15 operations:"
+    rates = {"products": speed.products, "experts": speed.expert_products, "attention": speed.attention}
+    for name, flops in prefill_parts(footprint, 0, job.context).items():
+        rate = rates.get(name, speed.delta)
+        if flops:
+            yield f"    {name} {flops / 1e15:,.3g}e15 at {rate / 1e12:.3g} TFLOP/s: {flops / rate:.3g} s"
+    yield f"    in chunks of {where.chunk_len:,} tokens, each of which reads all weights"
     left = (where.num_units - where.kept) * footprint.unit_bytes
     if left:
         once = left / speed.link

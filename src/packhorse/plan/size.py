@@ -8,6 +8,7 @@ All is decided before a byte of weights is read; what does not fit is refused wi
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from packhorse.core.config import EngineConfig
@@ -145,7 +146,32 @@ def size_engine(
     if kv == "auto":
         kv = dtype if config.device == "cpu" or dtype == "fp32" else "fp8"
     check_kv_heads(kv, facts.head_dim)
-    config = replace(config, chunk_len=choose_chunk_len(facts, config, dtype, kv, available_bytes, flops))
+    caps = available_bytes, host_bytes, runtime_bytes
+    longest = choose_chunk_len(facts, config, dtype, kv, available_bytes, flops)
+    shortest = longest
+    if config.chunk_len is None:
+        shortest = min(longest, max(1, CHUNK_LEN // config.page_len) * config.page_len)
+    found = _size(facts, replace(config, chunk_len=shortest), dtype, kv, *caps)
+    # Long chunks are worth some room, but neither a refusal nor weights that could lie on the card.
+    while longest > shortest:
+        with suppress(DoesNotFitError):
+            longer = _size(facts, replace(config, chunk_len=longest), dtype, kv, *caps)
+            if longer.expert_slots is None or found.expert_slots is not None:
+                return longer
+        longest = max(1, longest // 2 // config.page_len) * config.page_len
+    return found
+
+
+def _size(
+    facts: ModelFacts,
+    config: EngineConfig,
+    dtype: str,
+    kv: str,
+    available_bytes: int,
+    host_bytes: int | None,
+    runtime_bytes: int | None,
+) -> Sizes:
+    """As `size_engine`, with chunks as config has them."""
     page_bytes = facts.num_full_layers * account.kv_page_bytes(facts, kv, config.page_len)
     sweep_len = min(config.sweep_len or 0, _longest_sweep(facts, config))
     fixed = Sizes(
@@ -156,7 +182,7 @@ def size_engine(
         weight_bytes=0,
         page_bytes=page_bytes,
         state_bytes=_state_bytes(facts, config, dtype),
-        workspace_bytes=_workspace_bytes(facts, config, dtype, kv) + _sweep_bytes(facts, config, sweep_len),
+        workspace_bytes=workspace_bytes(facts, config, dtype, kv) + _sweep_bytes(facts, config, sweep_len),
         sweep_len=sweep_len,
         chunk_len=_chunk(config),
         segment_len=_segment_len(facts, config, dtype),
@@ -264,7 +290,7 @@ def choose_chunk_len(
         chunk = max(1, length // config.page_len) * config.page_len
         work = attention_flops(chunk, context, facts.num_heads, facts.head_dim)
         slow = work > ATTENTION_SHARE * (flops or 0.0) * config.max_decode_gap / 2
-        size = _workspace_bytes(facts, replace(config, chunk_len=chunk), dtype, kv)
+        size = workspace_bytes(facts, replace(config, chunk_len=chunk), dtype, kv)
         if length <= CHUNK_LEN or not (slow or size > available_bytes // CHUNK_SHARE):
             return chunk
         length //= 2
@@ -327,10 +353,7 @@ def _keep_packed(
     facts: ModelFacts, config: EngineConfig, dtype: str, room: int
 ) -> tuple[bool, tuple[str, ...]]:
     """Whether packed matrices stay packed, and a word on it. room: bytes that weights may take."""
-    forms: dict[str, int] = {}
-    for matrix in packed_matrices(facts):
-        forms[matrix.form.name] = forms.get(matrix.form.name, 0) + matrix.num_bytes
-    if not forms:
+    if not packed_matrices(facts):
         if config.weights == "packed":
             raise UsageError(
                 f"Packed weights were asked for, and {facts.name} holds none that can stay packed.",
@@ -342,8 +365,7 @@ def _keep_packed(
         config.weights == "auto" and (config.device != "cpu" or plain > room)
     )
     if packed:
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in forms.items())
-        return True, (f"weights stay packed: {listed}",)
+        return True, (f"weights stay packed: {account.listed_formats(facts)}",)
     less = account.weight_bytes(facts, dtype, packed=True)
     return False, (f"weights are unpacked to {dtype}; packed they would take {format_bytes(less)}",)
 
@@ -400,7 +422,7 @@ def _state_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
     return states * account.snapshot_bytes(facts, dtype) + pending
 
 
-def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, kv: str) -> int:
+def workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, kv: str) -> int:
     """Activations of a step, of which a few live at once in a layer, the logits, and K and V of a segment where they
     are decoded before attention reads them; on a card what its kernels pass on, and the values of packed weights."""
     total = _rows_bytes(facts, config, dtype) + account.logits_bytes(facts, config.sequences)
@@ -409,7 +431,7 @@ def _workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, kv: st
     if config.device != "cpu":
         total += account.delta_transient_bytes(facts, _chunk(config))
         total += account.split_bytes(facts, config.sequences) + account.graph_bytes(config.sequences)
-        total += UNPACK_BYTES if any(packed_matrices(facts)) else 0
+        total += UNPACK_BYTES if packed_matrices(facts) else 0
     segment_len = _segment_len(facts, config, dtype)
     if segment_len is None:
         return total

@@ -15,6 +15,7 @@ from packhorse.facts.machine import Machine, with_caps
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.recipes import Recipe, recipe
+from packhorse.facts.steps import step_misfit
 from packhorse.facts.weights import body_params
 from packhorse.plan.place import Footprint, Job, Placement, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
@@ -24,6 +25,8 @@ PREFERENCES = {"speed": ("fp8", "int4"), "context": ("k4v4", "int4"), "quality":
 COMFORT = 0.8
 """A context is comfortable while its end decodes at this part of the speed at SHORT tokens."""
 SHORT = 8192
+OLDEST, BF16_FROM = 75, 80
+"""Compute capabilities, times ten, that kernels need, and products in bf16."""
 MAX_STRETCH = 4
 """How many times its own window YaRN may stretch a model."""
 CRAWL = 10.0
@@ -123,7 +126,7 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     footprint = Footprint(facts, own, machine.num_cards)
     job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft, wishes.host_kv)
     packed = replace(footprint, recipe=replace(own, name="packed", from_files=True))
-    if machine.card is None and wishes.recipe is None and _holds_packed(facts):
+    if machine.card is None and wishes.recipe is None and packed_matrices(facts):
         # As the engine decides: unpacked products are faster on a CPU, where they fit.
         least = replace(job, context=wishes.context or 1)
         footprint = footprint if place(footprint, capped, least).fits else packed
@@ -137,7 +140,7 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
         times = tuple(predict(footprint, capped, placement, band) for band in (LOW, EXPECTED, HIGH))
     plan = Plan(
         facts, capped, footprint.recipe, placement, comfortable, limit, times,
-        unbuilt=_unbuilt(footprint, placement), footprint=footprint,
+        unbuilt=_unbuilt(footprint, capped, placement), footprint=footprint,
     )  # fmt: skip
     crawls = not times or times[EXPECTED].decode_tok_s_end < CRAWL
     offers = tuple(_offers(plan, machine, wishes)) if crawls else ()
@@ -146,20 +149,28 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
 
 def _recipe(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Recipe:
     """What was asked for; else on a card what the files hold packed, or what is preferred, and on a CPU no packing."""
-    dtype = "fp16" if machine.card is not None else "bf16" if machine.native_bf16 else "fp32"
     name = wishes.recipe
     if name is None:
-        name = dtype if machine.card is None else PREFERENCES[wishes.prefer][1]
-        name = "packed" if machine.card is not None and _holds_packed(facts) else name
+        name = _dtype(machine) if machine.card is None else PREFERENCES[wishes.prefer][1]
+        name = "packed" if machine.card is not None and packed_matrices(facts) else name
     if name != "packed":
-        return recipe(name)
-    if not _holds_packed(facts):
+        return _named(name, machine)
+    if not packed_matrices(facts):
         raise UsageError(f"{facts.name} holds no packed weights.", hint=f"Choose {', '.join(RECIPES)}.")
-    return Recipe("packed", dtype, from_files=True)
+    return Recipe("packed", _dtype(machine), from_files=True)
 
 
-def _holds_packed(facts: ModelFacts) -> bool:
-    return any(True for _ in packed_matrices(facts))
+def _named(name: str, machine: Machine) -> Recipe:
+    """The recipe called `name`; what it packs is computed on in the machine's own type."""
+    own = recipe(name)
+    return replace(own, dtype=_dtype(machine)) if own.is_packed else own
+
+
+def _dtype(machine: Machine) -> str:
+    """What the engine computes in unless it is told."""
+    if machine.card is not None:
+        return "bf16" if machine.card.arch >= BF16_FROM else "fp16"
+    return "bf16" if machine.native_bf16 else "fp32"
 
 
 def longest(footprint: Footprint, machine: Machine, job: Job, most: int) -> int:
@@ -243,32 +254,42 @@ def _offer(
         machine, wishes = replace(machine, assumed=True), replace(wishes, ram=change["ram"])
     vram = None if "vram" in change else wishes.vram
     capped = with_caps(machine, vram=vram, ram=wishes.ram, disk=wishes.disk)
-    own = plan.recipe if "recipe" not in change else recipe(change["recipe"])
+    own = plan.recipe if "recipe" not in change else _named(change["recipe"], machine)
     if "model" in change and own.from_files:
-        own = recipe(PREFERENCES[wishes.prefer][1])
+        own = _named(PREFERENCES[wishes.prefer][1], machine)
     footprint = Footprint(facts, own, machine.num_cards)
     asked = {key: change[key] for key in ("context", "kv", "sequences", "host_kv") if key in change}
     job = replace(job, **asked)
     placement = place(footprint, capped, job)
     if not placement.fits or job.context > reach(facts):
         return None
-    return Alternative(change, why, predict(footprint, capped, placement), not _unbuilt(footprint, placement))
+    built = not _unbuilt(footprint, capped, placement)
+    return Alternative(change, why, predict(footprint, capped, placement), built)
 
 
-def _unbuilt(footprint: Footprint, placement: Placement) -> tuple[str, ...]:
+def _unbuilt(footprint: Footprint, machine: Machine, placement: Placement) -> tuple[str, ...]:
     """What the engine cannot run yet, by name."""
-    job, facts = placement.job, footprint.facts
+    job, facts, card = placement.job, footprint.facts, machine.card
     found = []
-    if footprint.num_cards:
-        found.append("pools of a card by this plan: there the engine sizes them by its own rules")
     if footprint.num_cards > 1:
         found.append(f"{footprint.num_cards} cards")
-    if footprint.recipe.is_packed and not footprint.recipe.from_files:
-        found.append(f"the recipe {footprint.recipe.name}")
+    if card is not None and card.arch < OLDEST:
+        found.append(f"kernels for compute capability {card.arch / 10} (they need {OLDEST / 10})")
+    if card is not None and card.arch < BF16_FROM and footprint.recipe.dtype == "bf16":
+        found.append(f"bf16 on compute capability {card.arch / 10} (it needs {BF16_FROM / 10})")
+    if not footprint.recipe.has_formats:
+        found.append(f"the recipe {footprint.recipe.name}, for which there is no format")
+    elif footprint.recipe.is_packed and not footprint.recipe.from_files and facts.tensors:
+        found.append(
+            f"the recipe {footprint.recipe.name} of these files (plan for what `packhorse convert` writes)"
+        )
     if placement.kept < placement.num_units and facts.moe is None:
         found.append(f"{footprint.mover} outside the card")
     elif placement.kept < placement.num_units and placement.in_host < placement.num_units:
         found.append("experts on disk")
+    elif footprint.num_cards == 1 and placement.kept < placement.num_units:
+        why = step_misfit(facts, footprint.recipe.dtype)
+        found += [] if why is None else [f"experts outside the card: {why}"]
     if footprint.num_cards and job.host_kv:
         found.append("active KV in host memory")
     if job.draft:
