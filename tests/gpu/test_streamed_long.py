@@ -131,10 +131,10 @@ def test_ten_thousand_experts_that_come_and_go_change_no_bit(monkeypatch):
         whole, model = (load(Path(folder), torch.float16, True) for _ in range(2))
     expert_blocks.join(whole)
     join_shared_experts(whole)
-    want = come_and_go(whole, resident_table(whole.experts), 45)
+    want = come_and_go(whole, resident_table(whole.experts), 60)
     experts, arena = streamed(model, 0.1)
     experts.keep_free(1 << 60)
-    got = come_and_go(model, experts, 45)
+    got = come_and_go(model, experts, 60)
     counts, copied = experts.counts, experts.link_bytes["copies"] // experts.blocks.layout.block_bytes
     print(f"{counts}, {copied:,} copied, {experts.poisoned:,} slots poisoned, {len(want):,} logits")
     assert counts["kept"] >= 10_000 and copied > 1000 and experts.poisoned > 9_000
