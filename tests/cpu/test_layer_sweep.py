@@ -242,8 +242,9 @@ def test_an_answer_beside_a_sweep_waits_no_longer_than_it_may(first_s, monkeypat
             slices.append(engine.sweeper.num_units - before)
     gaps = [b - a for a, b in pairwise(times)]
     assert sum(slices) == 2 * 4 * 10 - 4 * 1, "1,200 tokens in sub-chunks of 64 under 4 layers"
+    # A unit alone may take longer than a slice is planned to.
     may = SLICE_SHARE * 0.25
-    assert max(gaps) <= may + 1e-9
+    assert max(gaps) <= max(may, first_s + 0.05 + 0.015) + 1e-9 <= 0.25
     # Slices are as long as they may be.
     assert len(gaps) > 8 and sorted(gaps)[len(gaps) // 2] > may - 0.07
     assert read == sorted(read) and len(set(read)) > 5 and read[-1] < 1200
