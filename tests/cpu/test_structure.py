@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[2] / "src" / "packhorse"
-MAX_CODE_LINES = 24_000
+MAX_CODE_LINES = 25_000
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
