@@ -5,8 +5,10 @@ python tests/gpu/test_durable.py MODEL KV STORE FILE    answers from a store in 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,9 @@ from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.store import kv as kv_store
+from packhorse.store import lower
 from packhorse.store.durable import DurableStore
+from packhorse.store.staging import Staging
 
 pytestmark = pytest.mark.gpu
 
@@ -167,7 +171,8 @@ def test_in_a_new_process(tmp_path):
         folder = oracle.shared_checkpoint(family)[1]
         commands += [str(folder), kv, str(tmp_path / kv), str(tmp_path / f"{kv}.pt")]
     command = [sys.executable, __file__, str(card_arch(0)), *commands]
-    subprocess.run(command, check=True, timeout=120)
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, check=True, timeout=120, env=paths)
     for want, kv in zip(wants, ("fp8", "k4v4"), strict=True):
         check(torch.load(tmp_path / f"{kv}.pt"), want, 256)
 
@@ -202,6 +207,37 @@ def test_streamed_experts_and_sweeps(tmp_path):
     assert demoting.store.lower.counters["hits_ram"] == 2
     assert experts.poisoned > 100 and whole.sweeper.num_units > 0
     arena.close()
+
+
+@pytest.mark.parametrize("family", [HYBRID, DENSE])
+def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family):
+    """Up and down: nothing is computed from what has not arrived, nothing is written that had not left."""
+    carrying, sent = Staging.carrying, []
+
+    @contextmanager
+    def late(self, slot=None):
+        with carrying(self, slot):
+            torch.cuda._sleep(20_000_000)  # some 10 ms, before the copies
+            sent.append(slot)
+            yield
+
+    monkeypatch.setattr(Staging, "carrying", late)
+    monkeypatch.setattr(lower, "EXTENT_BYTES", 1)  # a page each, more of them than slots
+    model = tiny_model(family, "fp8")
+    want = answer(start(model, "fp8"), IDS[:1290], 3)
+    engine = start(model, "fp8", tmp_path / "s", ram=32 * MIB)
+    check(answer(engine, IDS[:1290], 3), want)
+    engine.store.lower.advance(1 << 62, wait=True)
+    forget(engine)  # its pages and states are NaN from now on
+    before = len(sent)
+    assert before >= 20
+    check(answer(engine, IDS[:1290], 3), want, 1280)
+    assert len(sent) >= before + 20
+    engine.close()
+    engine = start(model, "fp8", tmp_path / "s")
+    check(answer(engine, IDS[:1290], 3), want, 1280)
+    assert engine.store.lower.counters["unpinned_staging"] == 0
+    engine.close()
 
 
 def main(arch: str, *work: str) -> None:

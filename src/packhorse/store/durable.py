@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import mmap
 import os
 import re
 import secrets
@@ -39,7 +38,7 @@ from typing import Any
 from packhorse.core.errors import CorruptFileError, RefusedError, UsageError
 from packhorse.core.units import GIB, MIB, format_bytes, round_up
 from packhorse.store.prefix import chain_value
-from packhorse.store.records import BLOCK, Image, Kind, Record, UnreadableError, anonymous, walk
+from packhorse.store.records import BLOCK, Buffer, Image, Kind, Record, UnreadableError, anonymous, walk
 
 LAYOUT = 2
 """Of folder, index and files. A store of an older one is emptied, one of a newer one is refused."""
@@ -222,11 +221,12 @@ class DurableStore:
         rows = self._select(f"kind = 'state' AND parent IN ({_marks(len(keys))})", keys)
         return {row.key: row for row in rows}
 
-    def read(self, record: Record) -> Image:
-        """See Records. Whoever gets an UnreadableError passes the record to `drop`."""
+    def read(self, record: Record, into: memoryview | None = None) -> Image:
+        """See Records. Whoever gets an UnreadableError passes the record to `drop`. into: whole blocks, aligned to
+        them, that get the image."""
         assert isinstance(record, DiskRecord)
         try:
-            buffer = self._read_file(record)
+            buffer = self._read_file(record, into)
         except OSError as error:
             raise UnreadableError("missing" if error.errno == errno.ENOENT else "io_error") from error
         if zlib.crc32(memoryview(buffer)[: record.num_bytes]) != record.crc:
@@ -236,27 +236,27 @@ class DurableStore:
             raise UnreadableError("other_record")
         return image
 
-    def _read_file(self, record: DiskRecord) -> mmap.mmap:
+    def _read_file(self, record: DiskRecord, into: memoryview | None) -> Buffer:
         """The file's bytes. Direct, past the page cache, where the file system has that."""
         if self.direct is not False:
             try:
-                buffer = self._read_with(record, os.O_DIRECT)
+                buffer = self._read_with(record, into, os.O_DIRECT)
                 self.direct = True
                 return buffer
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-        return self._read_with(record, 0)
+        return self._read_with(record, into, 0)
 
-    def _read_with(self, record: DiskRecord, flags: int) -> mmap.mmap:
+    def _read_with(self, record: DiskRecord, into: memoryview | None, flags: int) -> Buffer:
         flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path(record.model, record.file), flags)
         try:
             if os.fstat(fd).st_size != record.num_bytes:
                 raise UnreadableError("size")
-            buffer = anonymous(record.num_bytes)
-            view, done = memoryview(buffer), 0
+            buffer = anonymous(record.num_bytes) if into is None else into
+            view, done = memoryview(buffer)[: round_up(record.num_bytes, BLOCK)], 0
             while done < record.num_bytes:
                 # Direct reads begin at blocks: what a short one leaves of a block is read again.
                 at = done // BLOCK * BLOCK

@@ -5,7 +5,8 @@
            <-- opened ----- whichever has the longest chain, RAM first
 
 Everything but the writing of files, and their reading, happens in the engine's thread. A record is copied from
-the device in whole before anybody waits for a disk, so pages are held no longer than it takes to copy them.
+the device in whole before anybody waits for a disk, so pages are held no longer than it takes to copy them. What a
+card has passes through pinned slots (store/staging.py), and only the writing thread waits for a copy.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from packhorse.core.units import MIB, ceil_div
+from packhorse.core.units import KIB, MIB, ceil_div
 from packhorse.store import transfer
 from packhorse.store.durable import DurableStore
 from packhorse.store.prefix import Entry
@@ -34,6 +37,7 @@ from packhorse.store.records import (
     chain_values,
     walk,
 )
+from packhorse.store.staging import Slot, Staging
 from packhorse.store.tier import ComputeTier
 
 _T = TypeVar("_T")
@@ -45,6 +49,8 @@ BACKLOG_BYTES = 64 * MIB
 """Copied and not yet written at most; one larger record has room when nothing else waits."""
 BATCH_BYTES = 32 * MIB
 """Written in one transaction."""
+SLOT_HEADER_BYTES = 64 * KIB
+"""Room for a record's header in a slot."""
 READERS = 4
 READ_AHEAD = 8
 FAILURES = 3
@@ -172,11 +178,16 @@ class LowerTiers:
         self.min_pages = ceil_div(min_tokens, geometry.page_len)
         self._page_size = geometry.codec.page_bytes * len(geometry.full_layers)
         self._extent_pages = max(1, EXTENT_BYTES // self._page_size)
+        self._staging: Staging | None = None
+        if tier.device.type == "cuda" and (ram_bytes or disk is not None):
+            most = self._extent_pages * (self._page_size + page_bytes) + SLOT_HEADER_BYTES
+            self._staging = Staging(tier.device, most)
+            self.counters["unpinned_staging"] = int(not self._staging.pinned)
         self._sources: list[Records] = [self.ram] if disk is None else [self.ram, disk]
         self._read_rates: dict[int, float] = {}
         self._failures = 0
         self._jobs: deque[KeepJob] = deque()
-        self._batch: list[Image] = []
+        self._batch: list[tuple[Image, Slot | None]] = []
         self._writer = WritingThread() if disk is not None else None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
 
@@ -226,37 +237,81 @@ class LowerTiers:
         `found.num_pages` where a record was not what it should be, which is not offered again.
         """
         began = time.monotonic()
-        ahead: deque[Any] = deque()
+        ahead: deque[Future[tuple[Image, Slot | None]]] = deque()
         waiting = deque(found.records)
         usable = held
         for at in range(len(found.records)):
             while waiting and len(ahead) < READ_AHEAD:
-                source, record = waiting.popleft()
-                ahead.append(self._readers.submit(source.read, record))
+                ahead.append(self._readers.submit(self._fetch, *waiting.popleft()))
             source, record = found.records[at]
             try:
-                image = ahead.popleft().result()
-                self._place(found, at, image, held, page_ids, slot)
+                image, staged = ahead.popleft().result()
+                with self._sending(staged):
+                    self._place(found, at, image, held, page_ids, slot, wait=staged is None)
             except UnreadableError as error:
                 for future in ahead:
-                    future.cancel()
+                    if not future.cancel() and future.exception() is None:
+                        self._give_back(future.result()[1])
                 self._lose(source, record, error.reason)
+                self._join()
                 return usable if not self._tier.geometry.is_hybrid else held
             if at < len(found.pieces):
                 piece = found.pieces[at]
                 usable = min(piece.stop, found.num_pages)
         self._failures = 0
+        self._join()
         self._count_load(found, held, time.monotonic() - began)
         return found.num_pages
 
+    def _fetch(self, source: Records, record: Record) -> tuple[Image, Slot | None]:
+        """An image, and the slot that it is in, which is to be given back. In a reading thread."""
+        staging = self._staging
+        if staging is None or record.num_bytes > staging.size:
+            return source.read(record), None
+        slot = staging.up.take()
+        assert slot is not None
+        try:
+            if self.disk is not None and source is self.disk:
+                return self.disk.read(record, slot.view), slot
+            return transfer.copy_image(source.read(record), slot.view), slot
+        except BaseException:
+            staging.up.give(slot)
+            raise
+
+    @contextmanager
+    def _sending(self, slot: Slot | None) -> Iterator[None]:
+        """Copies are sent to the device, of an image in a slot, which is free after them."""
+        try:
+            with nullcontext() if slot is None or self._staging is None else self._staging.carrying(slot):
+                yield
+        finally:
+            self._give_back(slot)
+
+    def _give_back(self, slot: Slot | None) -> None:
+        if slot is not None and self._staging is not None:
+            self._staging.up.give(slot)
+
+    def _join(self) -> None:
+        """What the device is given from now on comes after all copies."""
+        if self._staging is not None:
+            self._staging.join()
+
     def _place(
-        self, found: Found, at: int, image: Image, held: int, page_ids: Sequence[int], slot: int
+        self,
+        found: Found,
+        at: int,
+        image: Image,
+        held: int,
+        page_ids: Sequence[int],
+        slot: int,
+        *,
+        wait: bool,
     ) -> None:
         geometry = self._tier.geometry
         if at == len(found.pieces):
             if not transfer.fits(image, transfer.state_shapes(geometry)):
                 raise UnreadableError("shape")
-            transfer.load_state(image, self._tier, slot)
+            transfer.load_state(image, self._tier, slot, wait=wait)
             return
         piece = found.pieces[at]
         if not transfer.fits(
@@ -265,7 +320,8 @@ class LowerTiers:
             raise UnreadableError("shape")
         first = max(piece.first, held)
         stop = min(piece.stop, found.num_pages)
-        transfer.load_pages(image, piece.skip + first - piece.first, self._tier, page_ids[first:stop])
+        skip = piece.skip + first - piece.first
+        transfer.load_pages(image, skip, self._tier, page_ids[first:stop], wait=wait)
 
     def _walk(self, root: bytes, tokens: bytes | bytearray, num_pages: int) -> Walk:
         """Through host memory as far as that goes, and from there on the disk."""
@@ -357,13 +413,31 @@ class LowerTiers:
             self.ram.put(image)
             self.counters["demoted_bytes"] += image.record.num_bytes
 
-    def _save(self, record: Record, shapes: Shapes, source: Sequence[int] | int) -> Image:
-        image = Image.make(record, shapes)
+    def _save(
+        self, record: Record, shapes: Shapes, source: Sequence[int] | int, into: Slot | None = None
+    ) -> Image:
+        """into: the image is there when its copies are over; else when this returns."""
+        image = Image.make(record, shapes, None if into is None else into.view)
         if isinstance(source, int):
-            transfer.save_state(self._tier, source, image)
+            transfer.save_state(self._tier, source, image, wait=into is None)
         else:
-            transfer.save_pages(self._tier, source, image)
+            transfer.save_pages(self._tier, source, image, wait=into is None)
         return image
+
+    def _save_behind(
+        self, record: Record, shapes: Shapes, source: Sequence[int] | int
+    ) -> tuple[Image, Slot | None]:
+        """As `_save`, in a slot where it has room in one. Pages are held until `_join`."""
+        staging = self._staging
+        if staging is None or Image.size(record, shapes) > staging.size:
+            return self._save(record, shapes, source), None
+        slot = staging.down.take(wait=False)
+        assert slot is not None, "`advance` saw one"
+        with staging.carrying(slot):
+            image = self._save(record, shapes, source, slot)
+        if isinstance(source, int):
+            self._join()  # nobody holds a state
+        return image, slot
 
     def _pages_record(self, key: bytes, stop_key: bytes, first: int, tokens: bytes) -> tuple[Record, Shapes]:
         """The record of pages from page `first` of a chain on, and its parts."""
@@ -400,11 +474,11 @@ class LowerTiers:
                     self._finish(job, written=False)
                     continue
             size = self._next_size(job)
-            if not writer.has_room(self._batched_bytes + size):
+            if not self._has_room(writer, self._batched_bytes + size):
                 self._flush_batch()
                 if not wait:
                     return
-                writer.wait(lambda writer=writer, size=size: writer.has_room(size))  # type: ignore[misc]
+                writer.wait(partial(self._has_room, writer, size))
             try:
                 num_bytes -= self._copy_next(job)
             except OSError:  # the system has no memory for a copy
@@ -461,7 +535,7 @@ class LowerTiers:
 
     @property
     def _batched_bytes(self) -> int:
-        return sum(image.record.num_bytes for image in list(self._batch))
+        return sum(image.record.num_bytes for image, _ in list(self._batch))
 
     def _begin(self, job: KeepJob) -> bool:
         """Find what of the chain is there already. False: the rest is more than the store may hold."""
@@ -497,31 +571,46 @@ class LowerTiers:
 
     def _copy_next(self, job: KeepJob) -> int:
         """Copy the job's next record, or end the job; bytes copied."""
-        image: Image | None = None
+        made: tuple[Image, Slot | None] | None = None
         if job.next_page < len(job.page_ids):
             first, count = job.next_page, self._extent(job.next_page, len(job.page_ids) - job.next_page)
             stop = first + count
             tokens = job.tokens[first * self._page_bytes : stop * self._page_bytes]
-            made = self._pages_record(job.keys[first], job.keys[stop], first, tokens)
-            image = self._save(*made, job.page_ids[first:stop])
+            record = self._pages_record(job.keys[first], job.keys[stop], first, tokens)
+            made = self._save_behind(*record, job.page_ids[first:stop])
             job.next_page = stop
         elif job.entries:
             entry = job.entries.pop(0)
             if entry.alive and entry.snapshot is not None:  # it may have been given up meanwhile
-                image = self._save(*self._state_record(entry), entry.snapshot)
+                made = self._save_behind(*self._state_record(entry), entry.snapshot)
         else:
             self._finish(job, written=True)
-        if image is None:
+        if made is None:
             return 0
-        self._batch.append(image)
+        self._batch.append(made)
         if self._batched_bytes >= BATCH_BYTES:
             self._flush_batch()
-        return image.record.num_bytes
+        return made[0].record.num_bytes
+
+    def _has_room(self, writer: WritingThread, num_bytes: int) -> bool:
+        return writer.has_room(num_bytes) and (self._staging is None or self._staging.down.available)
 
     def _flush_batch(self) -> None:
-        if self._batch and self._writer is not None and self.disk is not None:
-            self._writer.submit(self._batched_bytes, self.disk.write, self.model, self._batch)
+        if self._batch and self._writer is not None:
+            self._writer.submit(self._batched_bytes, self._write, self._batch)
             self._batch = []
+
+    def _write(self, batch: Sequence[tuple[Image, Slot | None]]) -> None:
+        """In the writing thread."""
+        assert self.disk is not None
+        slots = [slot for _, slot in batch if slot is not None]
+        try:
+            for slot in slots:
+                slot.copied.synchronize()
+            self.disk.write(self.model, [image for image, _ in batch])
+        finally:
+            for slot in slots:
+                self._staging.down.give(slot)  # type: ignore[union-attr]
 
     def _finish(self, job: KeepJob, *, written: bool) -> None:
         assert self.disk is not None and self._writer is not None
@@ -533,6 +622,7 @@ class LowerTiers:
         for call in job.then:
             self._writer.submit(0, call)
         self._jobs.popleft()
+        self._join()
         self._release(job.page_ids)
 
     def _check_found(self, root: bytes, tokens: bytes, num_pages: int) -> None:

@@ -31,6 +31,7 @@ WALK_PAGES = 256
 _TOKEN_BYTES = 4
 _METADATA = "__metadata__"
 _FORMAT = "packhorse 1"
+Buffer = mmap.mmap | memoryview
 
 
 class Kind(StrEnum):
@@ -72,14 +73,15 @@ class Record:
 
 
 class Image:
-    """A record's bytes in memory of their own, which goes back to the system with the last reference.
+    """A record's bytes in memory of their own, which goes back to the system with the last reference, or in that of
+    whoever made it.
 
     parts: writable views by name, each uint8, valid as long as they are held.
     """
 
     __slots__ = ("buffer", "parts", "record")
 
-    def __init__(self, record: Record, buffer: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, record: Record, buffer: Buffer, places: Mapping[str, tuple[int, int]]) -> None:
         self.record = record
         self.buffer = buffer
         view = memoryview(buffer)
@@ -91,10 +93,13 @@ class Image:
         return memoryview(self.buffer)[: self.record.num_bytes]
 
     @classmethod
-    def make(cls, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> Image:
-        """An image to be filled: header and token ids are written, the parts of `shapes` (uint8) are zero."""
+    def make(
+        cls, record: Record, shapes: Mapping[str, tuple[int, ...]], into: memoryview | None = None
+    ) -> Image:
+        """An image to be filled: header and token ids are written, the parts of `shapes` (uint8) are zero, or what
+        `into` holds there."""
         header, places, num_bytes = _layout(record, shapes)
-        buffer = anonymous(num_bytes)
+        buffer = anonymous(num_bytes) if into is None else into
         buffer[: len(header)] = header
         image = cls(replace(record, num_bytes=num_bytes), buffer, places)
         if record.tokens:
@@ -107,13 +112,13 @@ class Image:
         return _layout(record, shapes)[2]
 
     @classmethod
-    def parse(cls, buffer: mmap.mmap, num_bytes: int) -> Image:
+    def parse(cls, buffer: Buffer, num_bytes: int) -> Image:
         """The image that a buffer holds. Raises UnreadableError("header") where it is none."""
         try:
             start = 8 + int.from_bytes(buffer[:8], "little")
             if not 8 < start <= min(num_bytes, MAX_HEADER_BYTES):
                 raise ValueError("the header's length")
-            document = json.loads(buffer[8:start])
+            document = json.loads(bytes(buffer[8:start]))
             about = document.pop(_METADATA)
             if about["format"] != _FORMAT:
                 raise ValueError("another format")
@@ -125,7 +130,7 @@ class Image:
                 bytes.fromhex(about["key"]),
                 int(about["start"]),
                 int(about["stop"]),
-                buffer[at : at + size],
+                bytes(buffer[at : at + size]),
                 num_bytes,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:

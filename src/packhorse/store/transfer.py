@@ -2,16 +2,19 @@
 
 A copy has two halves: whoever calls prepares (both places are known, reserved and pinned before the call) and
 completes (the destination is entered in the books after the call). Between tensors of one device a copy is
-done, or ordered before whatever the device computes next, when the call returns; one from or to an image is done.
+done, or ordered before whatever the device computes next, when the call returns; one from or to an image is done,
+but where `wait` is False: that is for images in a card's slots (store/staging.py), which says when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse.store.pages import consecutive_runs
 from packhorse.store.records import Image
 from packhorse.store.tier import ComputeTier, StoreGeometry, Tier
 
@@ -46,28 +49,46 @@ def state_shapes(geometry: StoreGeometry, name: str = STATE) -> dict[str, tuple[
     return {name: (geometry.state_bytes,)}
 
 
-def save_pages(tier: ComputeTier, page_ids: Sequence[int], image: Image) -> None:
+def save_pages(tier: ComputeTier, page_ids: Sequence[int], image: Image, *, wait: bool = True) -> None:
     """Copy pages into an image made with `pages_shapes`."""
     for layer in _layers(image, tier):
-        place = _bytes(image, _name(layer)).view(len(page_ids), -1)
-        place.copy_(tier.pages(layer)[_index(page_ids)])
+        place, at = _bytes(image, _name(layer)).view(len(page_ids), -1), 0
+        for run in consecutive_runs(page_ids):
+            pages = tier.pages(layer)[run.start : run.stop]
+            place[at : at + len(run)].copy_(pages, non_blocking=not wait)
+            at += len(run)
 
 
-def load_pages(image: Image, first: int, tier: ComputeTier, page_ids: Sequence[int]) -> None:
+def load_pages(
+    image: Image, first: int, tier: ComputeTier, page_ids: Sequence[int], *, wait: bool = True
+) -> None:
     """Copy the image's pages from its `first` on into these pages, of the layers that it has."""
     for layer in _layers(image, tier):
-        pages = _bytes(image, _name(layer)).view(-1, tier.geometry.codec.page_bytes)
-        tier.pages(layer)[_index(page_ids)] = pages[first : first + len(page_ids)].to(tier.device)
+        pages, at = _bytes(image, _name(layer)).view(-1, tier.geometry.codec.page_bytes), first
+        for run in consecutive_runs(page_ids):
+            place = tier.pages(layer)[run.start : run.stop]
+            place.copy_(pages[at : at + len(run)], non_blocking=not wait)
+            at += len(run)
 
 
-def save_state(tier: Tier, slot: int, image: Image, name: str = STATE) -> None:
+def save_state(tier: Tier, slot: int, image: Image, name: str = STATE, *, wait: bool = True) -> None:
     """Copy a state into an image made with `state_shapes`."""
-    _bytes(image, name).copy_(tier.state_record(slot))
+    _bytes(image, name).copy_(tier.state_record(slot), non_blocking=not wait)
 
 
-def load_state(image: Image, tier: Tier, slot: int, name: str = STATE, part: slice = slice(None)) -> None:
+def load_state(
+    image: Image, tier: Tier, slot: int, name: str = STATE, part: slice = slice(None), *, wait: bool = True
+) -> None:
     """Copy an image's state into a slot, or one layer's part of it."""
-    tier.state_record(slot)[part].copy_(_bytes(image, name)[part])
+    tier.state_record(slot)[part].copy_(_bytes(image, name)[part], non_blocking=not wait)
+
+
+def copy_image(image: Image, into: memoryview) -> Image:
+    """The same image in other memory. Of several threads each copies at the speed of its own core."""
+    num_bytes = image.record.num_bytes
+    # numpy's copies neither hold the interpreter's lock nor start threads of their own.
+    np.copyto(np.frombuffer(into, np.uint8, num_bytes), np.frombuffer(image.view, np.uint8))
+    return Image.parse(into, num_bytes)
 
 
 def save_tensor(source: Tensor, image: Image, name: str) -> None:
@@ -94,13 +115,6 @@ def _layers(image: Image, tier: ComputeTier) -> list[int]:
 
 def _bytes(image: Image, name: str) -> Tensor:
     return torch.frombuffer(image.parts[name], dtype=torch.uint8)
-
-
-def _index(page_ids: Sequence[int]) -> slice | list[int]:
-    """A slice where ids are consecutive: then nothing is gathered."""
-    ids = list(page_ids)
-    consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
-    return slice(ids[0], ids[0] + len(ids)) if consecutive else ids
 
 
 def _name(layer: int) -> str:

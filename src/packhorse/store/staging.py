@@ -1,0 +1,101 @@
+"""Pinned memory through which pages pass on their way to a card and back, and the stream that carries them.
+
+    file, image --- reading threads ---> slot --- copies ---> pages        up
+    file <---- writing thread ---------- slot <-- copies ---- pages        down
+
+A slot is one record's image. Copies run behind all that was sent to the card before them, and what is sent after
+`join` waits for them; a slot is written again only when the copies from it are over. So nobody waits for a copy but
+the thread that needs its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+import torch
+
+from packhorse.core.errors import DoesNotFitError
+from packhorse.core.units import round_up
+from packhorse.store.arena import PinnedTensor
+from packhorse.store.records import BLOCK
+
+SLOTS_UP = 12
+"""More than are read ahead: the others' copies are on their way."""
+SLOTS_DOWN = 16
+"""Two batches of a writing thread."""
+
+
+class Slot:
+    """view: memory of a record, in whole blocks and aligned to them. copied: after the last copy of it."""
+
+    __slots__ = ("copied", "view")
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.copied = torch.cuda.Event()
+
+
+class Slots:
+    """Some slots of one direction. From any thread."""
+
+    def __init__(self, memory: memoryview, size: int) -> None:
+        self._free: SimpleQueue[Slot] = SimpleQueue()
+        for start in range(0, len(memory), size):
+            self._free.put(Slot(memory[start : start + size]))
+
+    @property
+    def available(self) -> bool:
+        """Whether one could be taken now; stays true for the only thread that takes any."""
+        return not self._free.empty()
+
+    def take(self, *, wait: bool = True) -> Slot | None:
+        """A slot that may be written; None, unless `wait`, where all are in use."""
+        try:
+            slot = self._free.get(block=wait)
+        except Empty:
+            return None
+        slot.copied.synchronize()  # nothing where it was never recorded
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        """Nobody needs its bytes any more, but copies that were sent."""
+        self._free.put(slot)
+
+
+class Staging:
+    """The slots of one card, of `size` bytes each, rounded up to whole blocks. pinned: False where the system pins
+    less: copies take longer then, and hold up whoever sends them."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.device, self.size = device, round_up(size, BLOCK)
+        up, total = SLOTS_UP * self.size, (SLOTS_UP + SLOTS_DOWN) * self.size
+        memory = torch.empty(total + BLOCK, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % BLOCK :][:total]
+        try:
+            self._pin: PinnedTensor | None = PinnedTensor(memory)
+        except DoesNotFitError:
+            self._pin = None
+        self._stream = torch.cuda.Stream(device)
+        view = memory.numpy().data
+        self.up, self.down = Slots(view[:up], self.size), Slots(view[up:], self.size)
+
+    @property
+    def pinned(self) -> bool:
+        return self._pin is not None
+
+    @contextmanager
+    def carrying(self, slot: Slot | None = None) -> Iterator[None]:
+        """Copies are sent, of a slot: behind all that the current stream was given."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                if slot is not None:
+                    slot.copied.record()
+
+    def join(self) -> None:
+        """What the current stream is given from now on comes after all copies that were sent."""
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
