@@ -424,6 +424,13 @@ def test_a_machine_without_a_card_is_planned_as_the_engine_sizes_it():
             assert sum(size for kind, size in host.items() if kind not in others) == sizes.weight_bytes
             assert host["kv"] == sizes.kv_bytes and host.get("states", 0) == sizes.state_bytes
             assert host["workspace"] + host["logits_and_sampler"] == sizes.workspace_bytes
+    machine = replace(read_profile("t4"), card=None, ram_bytes=200 * GIB, native_bf16=True, assumed=False)
+    for name in ("qwen3-30b-a3b", "qwen3.5-0.8b"):
+        plan = solve(known_model(name), machine, Wishes(context=4096, recipe="int4"))
+        config = EngineConfig(**to_document(plan, name)["engine"])
+        sizes = size_engine(as_stored(plan.facts, plan.recipe), config, config.dtype, 200 * GIB)
+        taken = plan.placement.tiers["host"].total_bytes - account.PROCESS_BYTES
+        assert plan.executable and sizes.packed and taken == sizes.total_bytes
 
 
 def test_profiles():
