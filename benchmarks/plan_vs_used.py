@@ -9,7 +9,8 @@ beside those measured. Its free numbers, and the CUDA context's bytes, are fitte
 are printed as facts/calibration.json has them. Ends with exit code 1 where a load is off by more than 2 % in bytes, or
 more than 3 of the other 15 by more than 15 % in time.
 
-`--dry` runs two small loads on the CPU, fits nothing and judges nothing.
+`--dry` runs two small loads on the CPU, fits nothing and judges nothing. `--again REPORT` judges anew, without a card,
+what a report holds; with `--adopt` the fitted numbers become what facts/calibration.json expects.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from packhorse.bench.synth import synthesize
 from packhorse.core.config import EngineConfig
 from packhorse.core.types import PAGE_LEN
 from packhorse.core.units import GIB, MIB, round_up
+from packhorse.facts.config_json import config_fields
+from packhorse.facts.known import known_config
 from packhorse.facts.machine import Machine, calibration, read_profile, this_machine
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
+from packhorse.facts.recipes import as_stored, recipe
 from packhorse.plan.place import Placement, place
 from packhorse.plan.predict import EXPECTED, predict
 from packhorse.plan.report import to_document
@@ -52,6 +56,7 @@ ROOM = round_up(WARMUP + DECODE + 2, PAGE_LEN)
 AT_ONCE, THREADS = 5, 3
 ROOMY = 24 * GIB
 PROFILE = "h200"
+CALIBRATION = Path(__file__).parents[1] / "src/packhorse/facts/calibration.json"
 
 
 @dataclass(frozen=True)
@@ -309,6 +314,7 @@ def rows(
         row |= {"prefill_s": one["prefill_s"], "prefill_predicted_s": prefill,
                 "prefill_off": prefill / one["prefill_s"] - 1}  # fmt: skip
         row |= {"hit_rate": None if one["experts"] is None else one["experts"]["hit_rate"], "raw": one}
+        row["vram"] = tier.cap_bytes
         row["hit_rate_planned"] = where.on_device / where.num_units if where.num_units else None
         table.append(row)
     return table, dict(zip(predictor.names, predictor.values, strict=True))
@@ -351,6 +357,67 @@ def print_table(table: list[dict[str, Any]]) -> None:
         )
 
 
+def shapes(like: tuple[str, str, int]) -> ModelFacts:
+    """What would be read of a model's files."""
+    name, own, layers = like
+    config = known_config(name)
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = layers
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][:layers]
+    facts = ModelFacts(name=name, path=Path(name), container="config", **config_fields(config, Path(name)))
+    return as_stored(facts, recipe(own))
+
+
+def again(report: Path) -> tuple[dict[int, Plan], dict[int, dict[str, Any]]]:
+    """Plans and findings of a report."""
+    plans, found, machine = {}, {}, read_profile(PROFILE)
+    for row in json.loads(report.read_text())["rows"]:
+        index = row["number"] - 1
+        found[index] = row.get("raw") or {"error": row["error"]}
+        vram = row.get("vram", ROOMY)
+        plans[index] = solve(shapes(LOADS[index].like), machine, LOADS[index].wishes(vram))
+    return plans, found
+
+
+def adopt(fitted: dict[str, float], context: int) -> None:
+    """Have facts/calibration.json expect what was fitted; low and high give way where they must."""
+    document = json.loads(CALIBRATION.read_text())
+    for name, value in fitted.items():
+        entry = document["fractions"].get(name) or document[name]
+        low, _, high = entry["values"]
+        value = float(f"{value:.3g}")
+        entry["values"] = [min(low, value), value, max(high, value)]
+        entry["source"] = (
+            f"one H200, {time.strftime('%d %B %Y')}: fitted to five loads of benchmarks/plan_vs_used.py"
+        )
+    document["device_mib"]["context"] = context
+    document["date"] = time.strftime("%Y-%m-%d")
+    CALIBRATION.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def measure(
+    loads: list[Load], chosen: list[int], *, dry: bool
+) -> tuple[dict[int, Plan], dict[int, dict[str, Any]], dict[str, float]]:
+    """Plans and findings of loads that are run here, and rates of the card."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        likes = list({loads[index].like for index in chosen})
+        with ProcessPoolExecutor(len(likes)) as pool:
+            folders = dict(zip(likes, pool.map(make, itertools.repeat(Path(name)), likes), strict=True))
+        print(f"models made in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        machine = replace(this_machine(Path(name)), card=None) if dry else read_profile(PROFILE)
+        facts = {like: read_model(folder) for like, folder in folders.items()}
+        plans = {index: loads[index].plan(facts[loads[index].like], machine) for index in chosen}
+        settings = {}
+        for index, plan in plans.items():
+            engine = to_document(plan, plan.facts.name)["engine"]
+            assert engine is not None, (loads[index], plan.unbuilt, plan.placement.shortfall)
+            settings[index] = {**engine, "threads": 1 if dry else THREADS, "ram": 0}
+        rates = {} if dry else measured_rates()
+        return plans, run_loads(loads, folders, settings), rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -358,6 +425,8 @@ def main() -> None:
     parser.add_argument("--only", help="numbers of loads, by commas")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--dry", action="store_true", help="two small loads on the CPU")
+    parser.add_argument("--again", type=Path, metavar="REPORT", help="judge what a report holds")
+    parser.add_argument("--adopt", action="store_true", help="write the fitted numbers into the calibration")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -367,25 +436,17 @@ def main() -> None:
         child(args.child, args.settings, loads[chosen[0]])
         return
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as name:
-        likes = list({loads[index].like for index in chosen})
-        with ProcessPoolExecutor(len(likes)) as pool:
-            folders = dict(zip(likes, pool.map(make, itertools.repeat(Path(name)), likes), strict=True))
-        print(f"models made in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        machine = replace(this_machine(Path(name)), card=None) if args.dry else read_profile(PROFILE)
-        facts = {like: read_model(folder) for like, folder in folders.items()}
-        plans = {index: loads[index].plan(facts[loads[index].like], machine) for index in chosen}
-        settings = {}
-        for index, plan in plans.items():
-            engine = to_document(plan, plan.facts.name)["engine"]
-            assert engine is not None, (loads[index], plan.unbuilt, plan.placement.shortfall)
-            settings[index] = {**engine, "threads": 1 if args.dry else THREADS, "ram": 0}
-        rates = {} if args.dry else measured_rates()
-        found = run_loads(loads, folders, settings)
-        machines = {index: plan.machine for index, plan in plans.items()}
-        table, fitted = rows(loads, machines, plans, found)
+    rates: dict[str, float] = {}
+    if args.again is not None:
+        plans, found = again(args.again)
+    else:
+        plans, found, rates = measure(loads, chosen, dry=args.dry)
+    machines = {index: plan.machine for index, plan in plans.items()}
+    table, fitted = rows(loads, machines, plans, found)
     told = verdicts(table)
     context = calibration()["device_mib"]["context"]
+    if args.adopt:
+        adopt(fitted, context)
     if args.report is not None:
         args.report.write_text(json.dumps({"rates": rates, "fitted": fitted, "context_mib": context, "verdicts": told,
                                            "rows": table}, indent=1, default=str))  # fmt: skip

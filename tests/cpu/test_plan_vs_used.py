@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,8 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import GIB, MIB
 from packhorse.facts import machine
-from packhorse.facts.config_json import config_fields
-from packhorse.facts.known import known_config
 from packhorse.facts.machine import read_profile
-from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
-from packhorse.facts.recipes import as_stored, recipe
 from packhorse.plan.size import size_engine
 from packhorse.plan.solve import solve
 
@@ -50,15 +46,8 @@ def loads(script):
     """Machines and plans of all loads."""
     machine, plans = read_profile("h200"), {}
     for index, load in enumerate(script.LOADS):
-        plans[index] = load.plan(shapes(*load.like), machine)
+        plans[index] = load.plan(script.shapes(load.like), machine)
     return {index: plan.machine for index, plan in plans.items()}, plans
-
-
-@cache
-def shapes(name, own, layers):
-    """What is read of the files of a load's model, without making them."""
-    fields = config_fields(synth._shortened(known_config(name), layers), Path(name))
-    return as_stored(ModelFacts(name=name, path=Path(name), container="config", **fields), recipe(own))
 
 
 def test_twenty_loads_of_which_five_are_fitted(script, loads):
@@ -73,7 +62,7 @@ def test_twenty_loads_of_which_five_are_fitted(script, loads):
 
 def test_a_cap_leaves_room_for_as_many_experts_as_were_asked_for(script):
     load = script.Load(script.HYBRID_MOE, 32_768, 1, "fp8", 0.45)
-    facts = shapes(*load.like)
+    facts = script.shapes(load.like)
     plan = load.plan(facts, read_profile("h200"))
     less = solve(facts, read_profile("h200"), load.wishes(plan.machine.card.usable_bytes - MIB))
     assert plan.placement.on_device >= 922 and (not less.fits or less.placement.on_device < 922)
@@ -108,6 +97,39 @@ def test_the_context_that_was_measured_is_planned_with(script, loads):
     script.fit_context({0: {"sizes": {"runtime_bytes": before + 96 * MIB}}}, [0])
     after = script.Predictor(script.LOADS, *loads).placement(0).tiers["device0"].items["runtime"]
     assert after == before + 96 * MIB
+
+
+def test_a_report_is_judged_again_and_adopted(script, loads, tmp_path, monkeypatch, capsys):
+    """What a report holds is enough: planted times give the planted numbers, which the calibration then expects."""
+    machines, plans = loads
+    planted = script.Predictor(script.LOADS, machines, plans)
+    planted.values = [1.2 * value for value in planted.start]
+    found = {}
+    for index, plan in plans.items():
+        prefill, step = planted.times(index)
+        sizes = plan.placement.sizes
+        found[index] = {
+            "prefill_s": prefill, "step_s": step, "experts": None, "load_s": 1.0, "sizes": vars(sizes),
+            "memory": {"planned_bytes": sizes.device_bytes, "used_bytes": sizes.device_bytes},
+        }  # fmt: skip
+    found[3] = {"error": ["no answer"]}
+    table, _ = script.rows(script.LOADS, machines, plans, found)
+    (tmp_path / "report.json").write_text(json.dumps({"rows": table}, default=str))
+    calibration = tmp_path / "calibration.json"
+    text = script.CALIBRATION.read_text()
+    calibration.write_text(text)
+    monkeypatch.setattr(script, "CALIBRATION", calibration)
+    monkeypatch.setattr(sys, "argv", ["plan_vs_used.py", "--again", str(tmp_path / "report.json"), "--adopt"])
+    with pytest.raises(SystemExit):  # one load failed
+        script.main()
+    out = capsys.readouterr().out
+    assert "'ran': 19, 'engine_bytes_within': 19, 'plan_bytes_within': 19" in out
+    assert "'step_within': 14, 'prefill_within': 14" in out
+    document, before = json.loads(calibration.read_text()), json.loads(text)
+    for name in ("link", "tensor"):
+        low, value, high = document["fractions"][name]["values"]
+        was = before["fractions"][name]["values"]
+        assert low <= was[0] and high >= was[2] and low <= value <= high and 1.05 < value / was[1] < 1.35
 
 
 def test_verdicts(script, capsys):
