@@ -107,19 +107,19 @@ def usual() -> Pairs:
 
 def everything() -> Pairs:
     """Every form that a model, a codec and a card lead to. Of the type that a card rarely computes in, and of cards
-    that are near another (8.0 and 8.9), only what is shortest of registers: products of 16 tokens, heads of 256."""
+    that are near another (8.0 and 8.9), only what is shortest of registers: products of 16 tokens, heads of 256; of
+    prompts' experts gate_up for tiles of many tokens."""
     pairs = usual()
     for arch in ARCHS:
         usual_dtype = BF16 if Target(arch).has_bf16 else FP16
         near = arch in (80, 89)
         found = [] if near else [unpack.variant(PACKED[name], usual_dtype) for name in FORMATS]
         for dtype in (FP16, BF16):
-            products = [
-                variant for name in FORMATS for variant in packed(name, dtype) + prompt_experts(name, dtype)
-            ]
+            products = [variant for name in FORMATS for variant in packed(name, dtype)]
             if dtype is not usual_dtype or near:
-                products = [v for v in products if ("NT", 2) in v.defines or ("NT", 8) in v.defines]
+                products = [variant for variant in products if ("NT", 2) in variant.defines]
             found += products + others(arch, dtype)
+            found += [] if near else [prompt_experts(name, dtype)[2] for name in FORMATS]
             found += [delta.variant(dim, 4, dtype) for dim in delta.HEAD_DIMS]
             for codec in CODECS:
                 for dim in (256,) if near else (64, 128, 256):

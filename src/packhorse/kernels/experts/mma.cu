@@ -3,46 +3,47 @@
 // a row's bits depend on nothing else. -DDOWN=0: gate_up, silu(gate) * up; 1: down. NT: a tile has 8 NT tokens.
 #include "packed.cuh"
 
-constexpr int WARPS = 8, TOKENS = 8 * NT;
+constexpr int WARPS = 4, TOKENS = 8 * NT;
 constexpr int STAGE = 2;                 // tiles of K in shared memory at a time
 constexpr int PITCH = STAGE * 128 + 16;  // bytes of a token there: 16 more keep the banks apart
 constexpr int OUTS = WARPS * 16 * (DOWN ? 2 : 1), OUT_PITCH = OUTS + 8;
-constexpr int CHUNKS = STAGE * 8, LOADS = (TOKENS * CHUNKS + 32 * WARPS - 1) / (32 * WARPS);
+constexpr int CHUNKS = STAGE * 8, LOADS = TOKENS * CHUNKS / (32 * WARPS);
 
-// The tokens of a tile on their way to shared memory, STAGE tiles at a time, in two places by turns.
+// Blocks that a multiprocessor is to hold at least: as many as registers allow.
+#define BLOCKS (ON_VALUES && BITS == 4 && (KIND == SYMMETRIC || __CUDA_ARCH__ < 1200) ? 3 : 2)
+
+// The tokens of a tile on their way to shared memory, STAGE tiles at a time, in two places by turns. Turing sends for
+// them when they are wanted: it has other blocks to work on, and no registers for them.
 struct Stages {
     unsigned char* shared;
-    const unsigned char* from[LOADS];
-#if !ASYNC
-    uint4 held[LOADS];
-#endif
-    __device__ __forceinline__ static int token(int load) { return (threadIdx.x + load * 32 * WARPS) / CHUNKS; }
-    __device__ __forceinline__ static int chunk(int load) { return (threadIdx.x + load * 32 * WARPS) % CHUNKS; }
-    __device__ __forceinline__ unsigned char* place(int stage, int load) const {
-        return shared + ((stage & 1) * TOKENS + token(load)) * PITCH + 16 * chunk(load);
-    }
+    const unsigned char* x;
+    const u32* rows;  // of the tile's tokens
 
-    __device__ __forceinline__ void send(int stage, int num_tiles) {
+    __device__ __forceinline__ void copy(int stage, int num_tiles) const {
+        const int chunk = threadIdx.x % CHUNKS;
+        if (stage * STAGE + chunk / 8 >= num_tiles) return;
 #pragma unroll
         for (int load = 0; load < LOADS; load++) {
-            if (token(load) >= TOKENS || stage * STAGE + chunk(load) / 8 >= num_tiles) continue;
-            const unsigned char* at = from[load] + stage * STAGE * 128;
+            const int token = threadIdx.x / CHUNKS + load * (32 * WARPS / CHUNKS);
+            unsigned char* to = shared + ((stage & 1) * TOKENS + token) * PITCH + 16 * chunk;
+            const unsigned char* from = x + ((size_t)rows[token] * num_tiles + stage * STAGE) * 128 + 16 * chunk;
 #if ASYNC
-            Ring<1>::copy<16>(place(stage, load), at);
+            Ring<1>::copy<16>(to, from);
 #else
-            held[load] = *reinterpret_cast<const uint4*>(at);
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
 #endif
         }
+    }
+    __device__ __forceinline__ void send(int stage, int num_tiles) const {
+        if (ASYNC) copy(stage, num_tiles);
         Ring<1>::commit();
     }
     // What has been sent for is there for all threads when this returns.
-    __device__ __forceinline__ void arrive(int stage) {
+    __device__ __forceinline__ void arrive(int stage, int num_tiles) const {
 #if ASYNC
         asm volatile("cp.async.wait_group %0;" ::"n"(0) : "memory");
 #else
-#pragma unroll
-        for (int load = 0; load < LOADS; load++)
-            if (token(load) < TOKENS) *reinterpret_cast<uint4*>(place(stage, load)) = held[load];
+        copy(stage, num_tiles);
 #endif
         __syncthreads();
     }
@@ -69,12 +70,13 @@ struct Weights {
 // [num_experts]: sorted routes up to the end of an expert's; tile_ends: tiles up to the end of its tiles.
 // out [routes, 16 row_blocks]: row_blocks of inner values (gate_up has twice as many rows) or of hidden ones.
 // Grid: (outputs / OUTS, tiles at most).
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     expert_tiles(const u64* address, const unsigned char* x, const long long* index, const int* ends,
                  const int* tile_ends, unsigned short* out, u64* saturated, u64 offset, u64 stride, int num_experts,
                  int num_tiles, int row_blocks) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ int found[2];  // the expert of the tile, and its tiles before this one
+    __shared__ u32 token_rows[TOKENS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (blockIdx.y >= tile_ends[num_experts - 1]) return;
     for (int e = threadIdx.x; e < num_experts; e += 32 * WARPS) {
@@ -91,13 +93,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const unsigned char* base = reinterpret_cast<const unsigned char*>((address[expert] & ~1ull) + offset + expert * stride);
     const int blocks[2] = {DOWN ? 2 * mine : mine, DOWN ? min(2 * mine + 1, row_blocks - 1) : row_blocks + mine};
     const unsigned char* rows[2] = {base + blocks[0] * row_bytes(num_tiles), base + blocks[1] * row_bytes(num_tiles)};
-    Stages stages{shared};
-#pragma unroll
-    for (int load = 0; load < LOADS; load++) {
-        const int route = first + min(Stages::token(load), count - 1);
-        const long long row = index != nullptr ? index[route] : route;
-        stages.from[load] = x + row * num_tiles * 128 + 16 * Stages::chunk(load);
+    for (int i = threadIdx.x; i < TOKENS; i += 32 * WARPS) {
+        const int route = first + min(i, count - 1);
+        token_rows[i] = index != nullptr ? (u32)index[route] : route;
     }
+    __syncthreads();
+    const Stages stages{shared, x, token_rows};
     Weights weights;
     weights.send(rows, 0, lane);
     stages.send(0, num_tiles);
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const int num_stages = (num_tiles + STAGE - 1) / STAGE;
 #pragma unroll 1
     for (int stage = 0; stage < num_stages; stage++) {
-        stages.arrive(stage);
+        stages.arrive(stage, num_tiles);
         if (stage + 1 < num_stages) stages.send(stage + 1, num_tiles);
         const unsigned char* tokens = shared + ((stage & 1) * TOKENS + (lane >> 2)) * PITCH + 32 * (lane & 3);
         float part[2][NT][4] = {};
