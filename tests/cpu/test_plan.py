@@ -18,6 +18,7 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
 from packhorse.core.units import GIB, MIB, ceil_div, parse_bytes
+from packhorse.engine.graphs import BUCKETS
 from packhorse.facts import steps
 from packhorse.facts.known import known_model, known_names
 from packhorse.facts.machine import (
@@ -382,6 +383,7 @@ def test_what_the_engine_does_not_do_is_named():
             "it routes 12 of 256",
         ),
         (moe, read_profile("rtx-3090-x2"), {}, "2 cards"),
+        (dense, read_profile("h200"), {"sequences": 17}, "17 requests (16 at most)"),
     ]
     for facts, machine, wishes, why in cases:
         if "bf16" in why:
@@ -394,7 +396,7 @@ def test_what_the_engine_does_not_do_is_named():
 def test_step_kernels_are_planned_for_as_they_are():
     """What facts say of them is what the kernels' own modules say, and each reason is found."""
     assert (steps.MAX_HIDDEN, steps.MAX_EXPERTS, steps.MAX_TOP_K) == (MAX_HIDDEN, MAX_EXPERTS, MAX_TOP_K)
-    assert steps.DELTA_HEAD_DIMS == HEAD_DIMS
+    assert steps.DELTA_HEAD_DIMS == HEAD_DIMS and BUCKETS[-1] == steps.MAX_SEQUENCES
     facts = known_model("qwen3.6-35b-a3b")
     assert steps.step_misfit(facts, "bf16") is steps.step_misfit(facts, "fp16") is None
     wrong = {

@@ -8,6 +8,8 @@ from packhorse.facts.model import ModelFacts
 DELTA_HEAD_DIMS = (32, 64, 128)
 MAX_HIDDEN = 8192
 MAX_EXPERTS, MAX_TOP_K = 512, 10
+MAX_SEQUENCES = 16
+"""Of which each has a token in a captured step."""
 
 
 def step_misfit(facts: ModelFacts, dtype: str) -> str | None:

@@ -42,8 +42,8 @@ JOINED_SEGMENTS = 8
 SWEEP_CHUNKS = 2
 """Chunks of a sweep where all weights lie on a card: enough for others to go on between units of one layer."""
 SWEEP_SHARE = 2
-"""One part in so many of the room for experts is then for the residuals of a sweep at most: between prompts experts live
-there too."""
+"""One part in so many of the room for experts is then for the residuals of a sweep at most: between prompts experts
+live there too."""
 SCORES_COPIES = 4
 """Tensors of their size that live at once there: scores, mask, shifted, exponentials."""
 

@@ -15,7 +15,7 @@ from packhorse.facts.machine import Machine, with_caps
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.recipes import Recipe, recipe
-from packhorse.facts.steps import step_misfit
+from packhorse.facts.steps import MAX_SEQUENCES, step_misfit
 from packhorse.facts.weights import body_params
 from packhorse.plan.place import Footprint, Job, Placement, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
@@ -277,6 +277,8 @@ def _unbuilt(footprint: Footprint, machine: Machine, placement: Placement) -> tu
         found.append(f"kernels for compute capability {card.arch / 10} (they need {OLDEST / 10})")
     if card is not None and card.arch < BF16_FROM and footprint.recipe.dtype == "bf16":
         found.append(f"bf16 on compute capability {card.arch / 10} (it needs {BF16_FROM / 10})")
+    if card is not None and job.sequences > MAX_SEQUENCES:
+        found.append(f"captured steps of {job.sequences} requests ({MAX_SEQUENCES} at most)")
     if not footprint.recipe.has_formats:
         found.append(f"the recipe {footprint.recipe.name}, for which there is no format")
     elif footprint.recipe.is_packed and not footprint.recipe.from_files and facts.tensors:
