@@ -375,7 +375,12 @@ def test_what_the_engine_does_not_do_is_named():
         (moe, new, {"host_kv": 1024}, "active KV in host memory"),
         (moe, new, {"recipe": "2.5bit"}, "no format"),
         (moe, new, {"context": 300_000, "kv": "k4v4"}, "beyond the model's window"),
-        (dense, read_profile("rtx-3060-12g"), {"kv": "k4v4", "context": 65_536}, "mlp outside the card"),
+        (
+            dense,
+            read_profile("rtx-3060-12g"),
+            {"kv": "k4v4", "context": 65_536},
+            "mlp in int4 outside the card",
+        ),
         (
             replace(moe, moe=replace(moe.moe, top_k=12)),
             read_profile("rtx-2080ti-11g"),
@@ -383,10 +388,11 @@ def test_what_the_engine_does_not_do_is_named():
             "it routes 12 of 256",
         ),
         (moe, read_profile("rtx-3090-x2"), {}, "2 cards"),
+        (moe, new, {"recipe": "bf16", "host_kv": 64}, "experts in bf16 outside the card"),
         (dense, read_profile("h200"), {"sequences": 17}, "17 requests (16 at most)"),
     ]
     for facts, machine, wishes, why in cases:
-        if "bf16" in why:
+        if "bf16 on" in why:
             machine = replace(machine, card=replace(machine.card, usable_bytes=100 * GIB))
         plan = solve(facts, machine, Wishes(**{"context": 8192, **wishes}))
         assert plan.fits and not plan.executable and why in "; ".join(plan.unbuilt), (why, plan.unbuilt)
@@ -562,7 +568,7 @@ def test_the_table_and_the_arithmetic(tmp_path, capsys):
     code, out, _ = run(capsys, *A, "--explain")
     assert code == 0
     for text in ("never measured", "experts on the card", "device0 [", "10,240 B a token", "of 32.00 GiB",
-                 "attention 4.95e15 at"):  # fmt: skip
+                 "attention 4.95e15 at", "rows in chunks of 1,024 tokens: "):  # fmt: skip
         assert text in out
     profile = tmp_path / "mine.json"
     profile.write_text((Path(cli.__file__).parents[1] / "facts/profiles/rtx-3060-12g.json").read_text())

@@ -172,11 +172,7 @@ class _Step:
         )
         if footprint.num_cards == 0:
             return seconds
-        # Each chunk reads all weights, and writes and reads the values of packed ones.
-        chunks = ceil_div(num_tokens, self._placement.chunk_len)
-        moved = chunks * (footprint.layer_bytes + 4 * footprint.packed_values)
-        rows = account.activation_bytes(self.facts, num_tokens) // 2
-        moved += int(speed.row_passes * self.facts.num_layers * rows)
+        moved = sum(prefill_bytes(footprint, self._placement, speed, num_tokens).values())
         return (seconds + moved / speed.dense) / footprint.num_cards
 
     def _stream_s(self) -> float:
@@ -241,6 +237,17 @@ def prefill_parts(footprint: Footprint, start: int, num_tokens: int) -> dict[str
         "experts": 2 * num_tokens * experts,
         "attention": facts.num_full_layers * attention,
         "delta": facts.num_linear_layers * rule,
+    }
+
+
+def prefill_bytes(footprint: Footprint, where: Placement, speed: Speed, num_tokens: int) -> dict[str, float]:
+    """Bytes of cards' memory that reading so many tokens moves: of `weights`, which each chunk reads, and the values of
+    packed ones writes and reads; of `rows`, which pass through each layer."""
+    chunks = ceil_div(num_tokens, where.chunk_len)
+    rows = account.activation_bytes(footprint.facts, num_tokens) // 2
+    return {
+        "weights": chunks * (footprint.layer_bytes + 4 * footprint.packed_values),
+        "rows": speed.row_passes * footprint.facts.num_layers * rows,
     }
 
 

@@ -22,6 +22,7 @@ from packhorse.plan.predict import (
     Speed,
     Times,
     dense_bytes,
+    prefill_bytes,
     prefill_flops,
     prefill_parts,
     touched_share,
@@ -287,7 +288,10 @@ def _arithmetic(plan: Plan) -> Iterator[str]:
         rate = rates.get(name, speed.delta)
         if flops:
             yield f"    {name} {flops / 1e15:,.3g}e15 at {rate / 1e12:.3g} TFLOP/s: {flops / rate:.3g} s"
-    yield f"    in chunks of {where.chunk_len:,} tokens, each of which reads all weights"
+    moved = prefill_bytes(footprint, where, speed, job.context) if footprint.num_cards else {}
+    for name, size in moved.items():
+        seconds, rate = size / speed.dense, f"{speed.dense / 1e9:.4g} GB/s"
+        yield f"    {name} in chunks of {where.chunk_len:,} tokens: {size:.3g} B at {rate}: {seconds:.3g} s"
     left = (where.num_units - where.kept) * footprint.unit_bytes
     if left:
         once = left / speed.link

@@ -285,8 +285,8 @@ def _unbuilt(footprint: Footprint, machine: Machine, placement: Placement) -> tu
         found.append(
             f"the recipe {footprint.recipe.name} of these files (plan for what `packhorse convert` writes)"
         )
-    if placement.kept < placement.num_units and facts.moe is None:
-        found.append(f"{footprint.mover} outside the card")
+    if placement.kept < placement.num_units and (facts.moe is None or not footprint.recipe.is_packed):
+        found.append(f"{footprint.mover} in {footprint.recipe.name} outside the card")
     elif placement.kept < placement.num_units and placement.in_host < placement.num_units:
         found.append("experts on disk")
     elif footprint.num_cards == 1 and placement.kept < placement.num_units:
