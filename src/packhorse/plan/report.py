@@ -289,9 +289,9 @@ def _arithmetic(plan: Plan) -> Iterator[str]:
         if flops:
             yield f"    {name} {flops / 1e15:,.3g}e15 at {rate / 1e12:.3g} TFLOP/s: {flops / rate:.3g} s"
     moved = prefill_bytes(footprint, where, speed, job.context) if footprint.num_cards else {}
-    for name, size in moved.items():
-        seconds, rate = size / speed.dense, f"{speed.dense / 1e9:.4g} GB/s"
-        yield f"    {name} in chunks of {where.chunk_len:,} tokens: {size:.3g} B at {rate}: {seconds:.3g} s"
+    for name, total in moved.items():
+        took, at = total / speed.dense, f"{speed.dense / 1e9:.4g} GB/s"
+        yield f"    {name} in chunks of {where.chunk_len:,} tokens: {total:.3g} B at {at}: {took:.3g} s"
     left = (where.num_units - where.kept) * footprint.unit_bytes
     if left:
         once = left / speed.link
