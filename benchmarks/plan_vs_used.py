@@ -394,6 +394,7 @@ def adopt(fitted: dict[str, float], context: int) -> None:
     document["device_mib"]["context"] = context
     document["date"] = time.strftime("%Y-%m-%d")
     CALIBRATION.write_text(json.dumps(document, indent=1) + "\n")
+    print("The tables of docs/plan.md follow by: python tests/cpu/test_plan.py --write", file=sys.stderr)
 
 
 def measure(

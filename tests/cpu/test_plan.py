@@ -1,4 +1,5 @@
-"""The plan: placement under caps, its order under more memory, alternatives, and the command."""
+"""The plan: placement under caps, its order under more memory, alternatives, and the command. With `--write` the tables
+of docs/plan.md are brought up to date."""
 
 import json
 import os
@@ -635,10 +636,62 @@ def test_the_documentation_is_of_this_command(tmp_path, capsys):
     (tmp_path / "mine.json").write_text(own)
     mine = read_profile(str(tmp_path / "mine.json"))
     assert mine.card.usable_bytes == parse_bytes("11.2GiB") and mine.memory_rate == 41.5e9
-    # The ranges that the four tables print.
-    a = solve(known_model("qwen3.6-35b-a3b"), read_profile("rtx-2080ti-11g"), Wishes(context=245_760))
-    low, high = a.times[LOW], a.times[HIGH]
-    assert f"| {low.decode_tok_s_end:.0f}-{high.decode_tok_s_end:.0f} tok/s |" in DOCS
-    assert f"| {high.cold_first_token_s:.0f}-{low.cold_first_token_s:.0f} s |" in DOCS
-    d = solve(known_model("qwen3.8-27b"), read_profile("rtx-3090-x2"), Wishes(context=524_288)).times
-    assert f"| {d[LOW].decode_tok_s_end:.0f}-{d[HIGH].decode_tok_s_end:.0f} tok/s |" in DOCS
+    missing = [cell for cell in cells() if cell not in DOCS]
+    assert not missing
+
+
+def cells():
+    """What the four tables of the documentation say of plans."""
+
+    def times(name, profile, context, **wishes):
+        return solve(known_model(name), read_profile(profile), Wishes(context=context, **wishes)).times
+
+    def span(found, name, digits=0):
+        ends = sorted(getattr(found[band], name) for band in (LOW, HIGH))
+        return "-".join(f"{end:.{digits}f}" for end in ends)
+
+    decode, cold, ram, disk = (
+        "decode_tok_s_end",
+        "cold_first_token_s",
+        "warm_ram_first_token_s",
+        "warm_disk_first_token_s",
+    )
+    moe, dense, drafted = "qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3.8-27b"
+    a = times(moe, "rtx-2080ti-11g", 245_760)
+    yield f"| {span(a, decode)} tok/s |"
+    yield f"| {span(a, cold)} s |"
+    yield f"| {span(a, ram, 1)} / {span(a, disk, 1)} s |"
+    b = times(moe, "rtx-2080ti-22g", 32_768, sequences=2)
+    yield f"| {span(b, 'decode_tok_s_start')} at the start, {span(b, decode)} at 32K |"
+    yield f"| {span(times(moe, 'rtx-2080ti-22g', 2048), cold, 1)} s |"
+    yield f"| {b[EXPECTED].decode_tok_s_total / b[EXPECTED].decode_tok_s_end:.1f} times |"
+    c = times(dense, "rtx-3060-12g", 131_072)
+    small = {"recipe": "2.5bit", "kv": "k4v4"}
+    yield f"| {span(c, decode, 1)} tok/s |"
+    guessed = times(dense, "rtx-3060-12g", 131_072, draft=2, **small)
+    few = times(dense, "rtx-3060-12g", 131_072, **small)
+    yield f"| {span(few, decode)} tok/s; with two guessed tokens {span(guessed, decode)} |"
+    yield f"| cold {span(c, cold)} s; {span(c, ram, 1)} s with the KV in RAM |"
+    other = times(moe, "rtx-3060-12g", 131_072)
+    yield f"| {span(other, decode)} tok/s at 131,072, cold {span(other, cold)} s |"
+    for context in (131_072, 262_144, 524_288):
+        d = times(drafted, "rtx-3090-x2", context)
+        yield f"| {span(d, decode)} tok/s |"
+    yield f"| cold {span(d, cold)} s; {span(d, ram, 1)} s with the KV in RAM, {span(d, disk)} s from disk |"
+
+
+def write_tables() -> None:
+    """Put the plans' cells, the last of each row, into the documentation."""
+    file, found = Path(__file__).parents[2] / "docs" / "plan.md", iter([*cells()])
+    before, title, tables = file.read_text().partition("## Four machines")
+    lines = [
+        line.rstrip(" |").rpartition(" | ")[0] + " " + next(found)
+        if line.startswith("| ") and not line.startswith("| |")
+        else line
+        for line in tables.split("\n")
+    ]
+    file.write_text(before + title + "\n".join(lines))
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    write_tables()

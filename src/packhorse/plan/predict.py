@@ -67,6 +67,10 @@ class Speed:
     kernel_s: float
     step_s: float
 
+    def kv_rate(self, codec: str) -> float:
+        """At which attention reads K and V in a codec: `kv` is fp8's."""
+        return self.kv * float(calibration()["kv_codecs"]["values"][codec])
+
     @classmethod
     def of(cls, machine: Machine, band: int) -> Speed:
         """The rates in one band of the calibration."""
@@ -188,7 +192,7 @@ class _Step:
         inside = min(context, job.device_kv)
         per_token = account.kv_token_bytes(self.facts, job.kv)
         seconds = (context - inside) * per_token / self.speed.link
-        return seconds if outside else seconds + inside * per_token / self.speed.kv
+        return seconds if outside else seconds + inside * per_token / self.speed.kv_rate(job.kv)
 
     def _units_s(self, rows: int) -> float:
         """Reading, once each, the moving units that `rows` tokens touch, wherever they are."""

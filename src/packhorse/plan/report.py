@@ -272,7 +272,7 @@ def _arithmetic(plan: Plan) -> Iterator[str]:
         yield f"weights, {kind}: {size:,} B"
     yield f"a token reads {dense_bytes(footprint):,} B of weights that do not move, {2 * footprint.snapshot_bytes:,} B"
     yield f"    of state, at {speed.dense / 1e9:.4g} GB/s, and, at the end, {job.context * per_token:,} B of KV, at"
-    yield f"    {speed.kv / 1e9:.4g} GB/s"
+    yield f"    {speed.kv_rate(job.kv) / 1e9:.4g} GB/s"
     if where.num_units:
         touched = touched_share(facts, 1) * where.num_units
         inside = where.on_device / where.num_units
