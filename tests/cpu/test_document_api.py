@@ -327,9 +327,11 @@ def test_what_is_not_on_disk_is_not_acknowledged(tmp_path, monkeypatch, fault):
             if fault == "disk":
                 patch.setattr(disk.files, "write", full)
             else:
-                patch.setattr(disk, "quota", 300_000)
+                patch.setattr(disk, "quota", 400_000)
             answer = live.post("/v1/documents", {"text": TEXT, "pin": True})
         error = answer.json()["error"]
+        opened = live.service.session.engine.store.stats.opened
+        assert opened == (0 if fault == "quota" else 1), "what cannot be kept is refused before it is read"
         if fault == "quota":
             assert (answer.status_code, error["code"]) == (400, "does_not_fit")
             assert (

@@ -307,18 +307,30 @@ def test_cancelled_and_resumed(family, exact):
 
 
 def test_what_a_cancelled_sweep_had_done_counts_and_gives_way():
-    """It takes no more host memory than was given, a later one takes its place, and without room there is none."""
+    """It takes no more host memory than was given, the oldest makes room for others, and without room there is none."""
     model = tiny_model("qwen3_5", False)
     engine = engine_of(model, clock=Ticking(), ram=1 << 26)
-    sizes = []
-    for seed in range(3):
+    ram = engine.store.lower.ram
+
+    def cancel(seed: int) -> None:
         engine.add(Request("r", tuple(oracle.random_ids(400, seed=seed)), SamplingParams(max_tokens=1)))
-        for _ in range(5):
+        for _ in range(4):
             engine.step()
         engine.cancel("r")
-        sizes.append(engine.store.lower.ram.used)
-    assert len(engine.store.lower.ram) == 1 and sizes[0] == sizes[1] == sizes[2] > 400 * 4 * 96
-    small = engine_of(model, clock=Ticking(), ram=sizes[0] - 1)
+
+    cancel(0)
+    size = ram.used
+    assert size > 400 * 4 * 96
+    cancel(0)
+    assert len(ram) == 1, "the same prompt goes on, and has one record"
+    ram.capacity = ram.used + size
+    cancel(1)
+    assert len(ram) == 2 and engine.store.lower.counters["resumed_sweeps"] == 1
+    cancel(0)
+    assert engine.store.lower.counters["resumed_sweeps"] == 2, "another prompt's is not lost for it"
+    cancel(2)
+    assert 1 <= len(ram) <= 2 and ram.used <= ram.capacity
+    small = engine_of(model, clock=Ticking(), ram=size - 1)
     small.add(Request("r", tuple(IDS[:400]), SamplingParams(max_tokens=1)))
     for _ in range(5):
         small.step()

@@ -205,14 +205,17 @@ def find_prefix(store: DurableStore, name: str) -> Prefix:
 
 def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
     """A prefix as a JSON-ready document. bytes: of all that it needs, shared or not. stored_tokens: of its tokens
-    those whose pages are still there. for_a_key: it is a server's, read for a bearer key."""
+    those whose pages are still there. computes_in, kv: how it was read. for_a_key: it is a server's, read for a bearer
+    key."""
     records = store.records_of(prefix)
     page_bytes = store.page_bytes(prefix.model)
     whole = len(prefix.tokens) // page_bytes * page_bytes // 4  # what pages hold
+    about = store.models()[prefix.model]
     return {
         "id": prefix.document or prefix.key.hex()[:12],
         "label": prefix.label,
-        "model": store.models()[prefix.model]["name"],
+        "model": about["name"],
+        **{name: about[name] for name in ("computes_in", "kv") if name in about},
         "tokens": len(prefix.tokens) // 4,
         "stored_tokens": min(whole, max((r.stop for r in records), default=0)),
         "bytes": sum(r.num_bytes for r in records),
@@ -298,10 +301,8 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
     def text(tokens: Any) -> str:
         return tokenizer.decode(list(tokens), skip_special=False)
 
-    about = store.models()[prefix.model]
     return {
         **describe(store, prefix),
-        **{name: about[name] for name in ("computes_in", "kv")},
         "tokens": len(ids),
         "agreed_tokens": length,
         "position": position,
@@ -318,7 +319,8 @@ def show(found: dict[str, Any]) -> None:
     for prefix in (*found.get("documents", ()), *found.get("prefixes", ())):
         print(
             f"{prefix['id']}  {prefix['tokens']:>9,} tokens  {format_bytes(prefix['bytes']):>11}  "
-            f"{prefix['last_used']}  {'pinned  ' if prefix['pinned'] else ''}{prefix['model']}  {prefix['label']}"
+            f"{prefix['last_used']}  {'pinned  ' if prefix['pinned'] else ''}{prefix['model']} "
+            f"({prefix.get('kv', '?')})  {prefix['label']}"
         )
     for name, value in found.items():
         if name == "damaged":

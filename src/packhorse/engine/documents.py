@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from packhorse.store.documents import (
     NewDocument,
     StoredDocument,
     add_document,
+    check_fits,
     check_written,
     documents_of,
     find_document,
@@ -75,28 +76,47 @@ def keep(
     store. The future raises what `check_written` and `add_document` raise. pinned, lifetime, renew: as in
     NewDocument."""
     lower = engine.store.lower
+    assert lower is not None
+    new = replace(_new(lower, document, reading, tenant), pinned=pinned, lifetime=lifetime, renew=renew)
+    return lower.after_writing(partial(_note, engine.store, lower, new))
+
+
+def check_room(engine: Engine, document: Document, reading: Reading, tenant: str) -> None:
+    """Raises DoesNotFitError where the store has no room for a document that is about to be read. From the engine's
+    thread; needs a disk store."""
+    lower = engine.store.lower
     assert lower is not None and lower.disk is not None
-    new = NewDocument(
+    new = _new(lower, document, reading, tenant)
+    check_fits(lower.disk, lower.model, new, _need(engine.store, lower, new))
+
+
+def _new(lower: LowerTiers, document: Document, reading: Reading, tenant: str) -> NewDocument:
+    assert lower.disk is not None
+    return NewDocument(
         root=root_of(lower.disk, lower.model, tenant),
         owner=owner_of(lower.disk, tenant),
         name=document.name,
         text=document.text,
         pages=tuple((page.number, page.start, page.end) for page in document.pages),
         tokens=encode_tokens(reading.token_ids[: reading.length]),
-        pinned=pinned,
-        lifetime=lifetime,
-        renew=renew,
     )
-    return lower.after_writing(partial(_note, engine.store, lower, new))
 
 
-def _note(store: KVStore, lower: LowerTiers, new: NewDocument) -> StoredDocument:
+def _need(store: KVStore, lower: LowerTiers, new: NewDocument) -> int:
+    """Bytes of its pages and state; 0 for what is so short that its text alone is kept."""
     geometry, disk = store.geometry, lower.disk
     assert disk is not None
     num_pages = len(new.tokens) // disk.page_bytes(lower.model)
-    if num_pages >= lower.min_pages:  # what is shorter is kept as text alone
-        need = num_pages * geometry.codec.page_bytes * len(geometry.full_layers) + geometry.state_bytes
-        check_written(disk, lower.model, new, need, with_state=geometry.is_hybrid)
+    if num_pages < lower.min_pages:
+        return 0
+    return num_pages * geometry.codec.page_bytes * len(geometry.full_layers) + geometry.state_bytes
+
+
+def _note(store: KVStore, lower: LowerTiers, new: NewDocument) -> StoredDocument:
+    disk, need = lower.disk, _need(store, lower, new)
+    assert disk is not None
+    if need:
+        check_written(disk, lower.model, new, need, with_state=store.geometry.is_hybrid)
     return add_document(disk, lower.model, new)
 
 

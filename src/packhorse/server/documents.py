@@ -183,6 +183,7 @@ class _Ingest:
         request, reading = await service.prepare(
             service.preparer.document, self.document, self.call.id, tenant
         )
+        await service.worker.call(lambda engine: kept.check_room(engine, self.document, reading, tenant))
         job = Job([[request]])
         began = time.monotonic()
         yield b""

@@ -24,6 +24,7 @@ from packhorse.store.prefix import chain_value
 from packhorse.store.records import walk
 
 _ID_BYTES = 16
+_MORE = "Give the store more (--disk), or unpin or delete documents."
 
 PageMap = tuple[tuple[int, int, int], ...]
 """Number, first character and end of each page in a document's text."""
@@ -119,6 +120,21 @@ def add_document(disk: DurableStore, model: int, new: NewDocument) -> StoredDocu
     return found
 
 
+def check_fits(disk: DurableStore, model: int, new: NewDocument, need: int) -> None:
+    """Raises DoesNotFitError where a document that is about to be read can never be kept: its text and tokens are more
+    than the index may hold, or what is not there yet of its `need` bytes of pages and state than there is room for."""
+    share = disk.quota // PREFIX_SHARE
+    taken = len(new.tokens) + len(zlib.compress(new.text.encode())) + len(json.dumps(new.pages))
+    if taken > share:
+        raise no_room("Text and tokens of the document take", taken, share, _MORE)
+    num_pages = len(new.tokens) // disk.page_bytes(model)
+    chain = partial(chain_value, disk.secret)
+    walked = walk([disk], new.root, new.tokens, num_pages, disk.page_bytes(model), chain)
+    missing = need - need * walked.num_pages // max(num_pages, 1)
+    if missing > disk.room():
+        raise no_room("The document takes", missing, disk.room(), _MORE)
+
+
 def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *, with_state: bool) -> None:
     """Raises where a document's pages, or the state at the last one's end, are not on disk: DoesNotFitError where the
     store has no room for their `need` bytes, else PackhorseError."""
@@ -129,8 +145,7 @@ def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *
     if walked.num_pages == num_pages and (not with_state or disk.states(walked.keys[-1:])):
         return
     if need > disk.room():
-        hint = "Give the store more (--disk), or unpin or delete documents."
-        raise no_room("The document takes", need, disk.room(), hint)
+        raise no_room("The document takes", need, disk.room(), _MORE)
     raise PackhorseError(
         f"The document could not be written: {disk.trouble or 'no snapshot was free for it'}."
     )
@@ -184,4 +199,4 @@ def _check_share(write: Connection, name: str, quota: int, pinned: bool) -> None
     taken = int(write.execute(query + " OR pinned" * pinned, (name,)).fetchone()[0])
     if taken > share:
         what = f"Text and tokens of the document{' and of what is pinned' * pinned} take"
-        raise no_room(what, taken, share, "Give the store more (--disk), or delete documents.")
+        raise no_room(what, taken, share, _MORE)

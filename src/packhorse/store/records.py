@@ -245,9 +245,10 @@ class RamRecords:
             self._states[record.key] = record
         return True
 
-    def sweep(self, key: bytes) -> Image | None:
-        """What a cancelled sweep had done that began at this chain value."""
-        return self._images.get((Kind.SWEEP, key, key))
+    def sweeps(self, parent: bytes) -> list[Image]:
+        """What cancelled sweeps had done that began at this chain value."""
+        images = self._images.values()
+        return [i for i in images if i.record.kind is Kind.SWEEP and i.record.parent == parent]
 
     def drop(self, record: Record) -> None:
         """Forget the image that is held of a record."""

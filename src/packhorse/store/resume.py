@@ -6,8 +6,8 @@
     state     recurrent state of each linear layer, as far as the sweep had brought that layer
     state.P   snapshot at position P, of the layers that had passed it; what it holds of others is of no use
 
-One image (store/records.py) of the tier in RAM, which counts it and drops it as any other. A prompt need not be the
-same to its end: it goes on with the leading sub-chunks that both have, up to the last whose state is known.
+One image (store/records.py) a prompt of the tier in RAM, which counts it and drops it as any other. A prompt need not
+be the same to its end: it goes on with the leading sub-chunks that both have, up to the last whose state is known.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -59,8 +60,7 @@ def save(
     geometry, (layer, index) = tier.geometry, at
     start, stop = sequence.position, ends[-1]
     tokens = bytes(sequence.encoded[start * _TOKEN_BYTES : stop * _TOKEN_BYTES])
-    key = sequence.tip.key
-    record = Record(Kind.SWEEP, key, key, start, stop, tokens)
+    record = Record(Kind.SWEEP, sequence.tip.key, blake2b(tokens).digest(), start, stop, tokens)
     page_ids = sequence.page_ids[start // geometry.page_len : ceil_div(stop, geometry.page_len)]
     begun = [i for i in geometry.full_layers if i < layer + (index > 0)]
     progress = array("q", [layer, index, *ends])
@@ -70,9 +70,11 @@ def save(
     states |= {_snapshot(position): slot for position, slot in sequence.collected.items()}
     for name in states:
         shapes |= transfer.state_shapes(geometry, name)
-    old = ram.sweep(key)
-    if old is not None:
-        ram.drop(old.record)
+    if ram.has(record):
+        before = array("q", bytes(ram.read(record).parts[PROGRESS]))
+        if tuple(before[:2]) >= at:
+            return True
+        ram.drop(record)
     if not ram.make_room(Image.size(record, shapes)):
         return False
     image = Image.make(record, shapes)
@@ -88,9 +90,17 @@ def find(
     geometry: StoreGeometry, ram: RamRecords, sequence: StoredSequence, ends: Sequence[int]
 ) -> Resumable | None:
     """What of a sequence, whose sub-chunks end there, a cancelled sweep had done. Changes nothing."""
-    image = ram.sweep(sequence.tip.key)
-    if image is None or sequence.tip.stop != sequence.position:
+    if sequence.tip.stop != sequence.position:
         return None
+    found = [_match(geometry, image, sequence, ends) for image in ram.sweeps(sequence.tip.key)]
+    known = [resumable for resumable in found if resumable is not None]
+    return max(known, key=lambda r: r.layer * r.count + r.index, default=None)
+
+
+def _match(
+    geometry: StoreGeometry, image: Image, sequence: StoredSequence, ends: Sequence[int]
+) -> Resumable | None:
+    """`find`, of one image."""
     layer, index, *stored = array("q", bytes(image.parts[PROGRESS]))
     tokens, base = image.record.tokens, sequence.position * _TOKEN_BYTES
     agreed = 0
