@@ -43,13 +43,12 @@ def test_ranked_sum():
     close(ranked_sum(results, places, weights), torch.stack(want))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 20, 21])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17])
 def test_few_tokens_read_experts_where_they_lie(num_tokens, monkeypatch):
-    """As many as the experts say; more are for the layer's stacks, which are let go of then."""
+    """As a decode step has; more are for the layer's stacks, which are let go of then."""
     asked = []
 
     class Staged:
-        few_tokens = 20
         gate_up_proj, down_proj = "gate_up", "down"
 
         def few(self, ids):
@@ -63,4 +62,4 @@ def test_few_tokens_read_experts_where_they_lie(num_tokens, monkeypatch):
     weights = SimpleNamespace(gate=lambda x: x, experts=Staged())
     facts = MoeFacts(num_experts=8, top_k=2, expert_dim=4, shared_dim=0, norm_topk=True)
     Moe(facts, exact=False)(randn(num_tokens, 8, device="cpu"), weights)
-    assert asked == (["table"] if num_tokens <= 20 else [("gate_up", "down"), "sent"])
+    assert asked == (["table"] if num_tokens <= 16 else [("gate_up", "down"), "sent"])

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from packhorse.core.formats import LINE_BYTES
 from packhorse.core.units import MIB, ceil_div
-from packhorse.kernels.dispatch import FEW_TOKENS, TABLE_TOKENS
 from packhorse.kernels.experts.cuda import (
     MAX_EXPERTS,
     MAX_TOP_K,
@@ -178,10 +177,6 @@ class StreamedExperts:
             pass
         self.make_room()
 
-    def few_tokens(self, number: int) -> int:
-        """Tokens up to which `few` moves less over the link than `stage`: none does of a layer that is staged."""
-        return FEW_TOKENS if self._buffers.holds(number) else TABLE_TOKENS
-
     def few(self, number: int, ids: Tensor) -> ExpertTable:
         """A table of that layer alone, as it is now, for calls that keep nothing, whatever experts they need."""
         address = self.table.address[number : number + 1] & ~HOST
@@ -282,10 +277,6 @@ class FetchedExperts:
             "prompts": copied.num_layers * layout.layer_bytes,
         }
 
-    def few_tokens(self, number: int) -> int:
-        """As StreamedExperts.few_tokens: more would take the slots of the experts that decode steps use."""
-        return FEW_TOKENS
-
     def few(self, number: int, ids: Tensor) -> ExpertTable:
         """A table of that layer in which the experts `ids` are on the card."""
         layout, wanted = self.blocks.layout, ids.unique().tolist()
@@ -332,11 +323,6 @@ class _StagedStacks:
 
     experts: StreamedExperts | FetchedExperts
     number: int
-
-    @property
-    def few_tokens(self) -> int:
-        """Tokens up to which `few` is to be asked, and not the stacks."""
-        return self.experts.few_tokens(self.number)
 
     def few(self, ids: Tensor) -> ExpertTable:
         """A table of this layer for few tokens, which go to `ids`."""
@@ -562,10 +548,6 @@ class _LayerBuffers:
         self._sent[at] = False
         self._filled[at].wait()
         return self._stacks[at]
-
-    def holds(self, number: int) -> bool:
-        """Whether the layer is in a buffer, or on its way there."""
-        return number in self._holds
 
     def sent(self, number: int) -> None:
         """All that reads the staged layer has been sent, unless it is staged again."""

@@ -130,15 +130,11 @@ def has_delta_kernel(x: Tensor, num_tokens: int, state: Tensor) -> bool:
 FEW_TOKENS = linear_cuda.MAX_TOKENS
 """Tokens of a decode step at most: they have kernels of their own."""
 
-TABLE_TOKENS = 256
-"""Tokens up to which experts in host memory are read where they lie: a layer that is copied comes while the one before
-computes, but with all its experts, also those that are on the card or that nobody needs."""
-
 
 def table_mix(x: Tensor, weights: Tensor, experts: Tensor, table: experts_cuda.ExpertTable) -> Tensor:
-    """Routed experts on a card, read where they lie, shapes of kernels.experts.ref.expert_mix. table: of one layer."""
-    if x.shape[0] > FEW_TOKENS:
-        return mma.mix(x, weights, experts, table)
+    """Routed experts of at most FEW_TOKENS tokens on a card, read where they lie, shapes of
+    kernels.experts.ref.expert_mix. table: of one layer. (For more tokens a layer that is copied as a whole, while the
+    one before computes, was there sooner than the missing half of it read by `mma.mix`, which nothing else overlaps.)"""
     counters = experts_cuda.device_counters(x.device)
     routes = experts_cuda.plan_routes(weights, experts, table, 0, counters)
     return experts_cuda.expert_mix(linear_cuda.whole_tiles(x), routes, table, counters)

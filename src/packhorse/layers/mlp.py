@@ -22,8 +22,7 @@ class Mlp:
 class Moe:
     """weights: `gate` (router, fp32), `experts.gate_up_proj` [E, 2 I, H], `experts.down_proj` [E, H, I], and
     with a shared expert `shared_expert` (an Mlp's) and `shared_expert_gate`. Where the experts are fetched when they
-    are asked for, `experts.few(ids)` finds those that up to `experts.few_tokens` tokens need, and `experts.sent()` lets
-    go of all."""
+    are asked for, `experts.few(ids)` finds those that few tokens need, and `experts.sent()` lets go of all."""
 
     def __init__(self, facts: MoeFacts, exact: bool) -> None:
         self.facts = facts
@@ -33,7 +32,7 @@ class Moe:
     def __call__(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """x [T, H] -> [T, H] fp32."""
         share, experts = route(weights.gate(x.float()), self.facts.top_k, self.facts.norm_topk)
-        if x.shape[0] <= getattr(weights.experts, "few_tokens", 0):
+        if x.shape[0] <= dispatch.FEW_TOKENS and hasattr(weights.experts, "few"):
             out = dispatch.table_mix(x, share, experts, weights.experts.few(experts))
         else:
             matrices = weights.experts.gate_up_proj, weights.experts.down_proj
