@@ -37,7 +37,9 @@ class Stream:
 
 
 class Event:
-    stream: Stream | None = None
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking
+        self.stream: Stream | None = None
 
     def record(self) -> None:
         self.stream = Card.current

@@ -34,7 +34,7 @@ class Slot:
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
-        self.copied = torch.cuda.Event()
+        self.copied = torch.cuda.Event(blocking=True)  # who waits sleeps: cores are for others
 
 
 class Slots:
