@@ -21,6 +21,7 @@ MODULE_BYTES = 160 * MIB
 SLACK_BYTES = 64 * MIB
 """What the allocator holds beyond what is asked of it, and small tensors that nobody counts."""
 _SMALL = 512 * 1024
+_PIECE = 32 * MIB
 
 
 class CardMemory:
@@ -60,19 +61,19 @@ class CardMemory:
         limit = max(0, self.cap - (context - held) - MODULE_BYTES)
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / self.total), self.device)
 
-    def hold(self, free_bytes: int) -> None:
-        """Have the allocator hold free memory for what requests take and give back: half of SLACK_BYTES in small
-        blocks, and as much as there is of `free_bytes` in one, so that what it holds does not grow later."""
-        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        small = [
+    def hold(self, total_bytes: int) -> None:
+        """Have the allocator hold `total_bytes` in all, which were planned, as far as the cap has them, and some of it
+        in small blocks: what requests take and give back is there, and what the driver counts does not grow later."""
+        taken = [
             torch.empty(_SMALL, dtype=torch.uint8, device=self.device)
             for _ in range(SLACK_BYTES // 2 // _SMALL)
         ]
-        room = self.cap - self.used_bytes()
-        large = max(0, min(free_bytes - held, room - MODULE_BYTES // 4))
-        if large:
-            torch.empty(large, dtype=torch.uint8, device=self.device)
-        del small
+        held = torch.cuda.memory_reserved(self.device)
+        total = min(total_bytes, held + self.cap - self.used_bytes() - MODULE_BYTES // 4)
+        # Piece by piece: what it holds free already is used up first.
+        while torch.cuda.memory_reserved(self.device) <= total - _PIECE:
+            taken.append(torch.empty(_PIECE, dtype=torch.uint8, device=self.device))
+        del taken
 
     def used_bytes(self) -> int:
         """What the driver says that this process takes; where it tells no process apart, what the card's users take

@@ -33,8 +33,8 @@ WRITE_BEHIND_BYTES = 4 * MIB
 MEASURED_TOKENS = 64
 """Prompt tokens of a step that says how fast prompts are read."""
 SLICE_SHARE = 0.85
-"""Of the gap between two tokens of an answer, what a slice of a sweep and a step may take together: the rest is for units
-that take longer than the last one of their kind, and for what ends a sweep."""
+"""Of the gap between two tokens of an answer, what a slice of a sweep and a step may take together: the rest is for
+units that take longer than the last one of their kind, and for what ends a sweep."""
 HEAP_TOKENS = 512
 """Prompt tokens whose working memory is worth giving back where nothing else is to be computed."""
 GIVEN_MORE = 256 * MIB

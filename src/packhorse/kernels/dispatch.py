@@ -133,8 +133,10 @@ FEW_TOKENS = linear_cuda.MAX_TOKENS
 
 def table_mix(x: Tensor, weights: Tensor, experts: Tensor, table: experts_cuda.ExpertTable) -> Tensor:
     """Routed experts of at most FEW_TOKENS tokens on a card, read where they lie, shapes of
-    kernels.experts.ref.expert_mix. table: of one layer. (For more tokens a layer that is copied as a whole, while the
-    one before computes, was there sooner than the missing half of it read by `mma.mix`, which nothing else overlaps.)"""
+    kernels.experts.ref.expert_mix. table: of one layer.
+
+    For more tokens a layer that is copied as a whole, while the one before computes, was there sooner than what is
+    missing of it read by `mma.mix`."""
     counters = experts_cuda.device_counters(x.device)
     routes = experts_cuda.plan_routes(weights, experts, table, 0, counters)
     return experts_cuda.expert_mix(linear_cuda.whole_tiles(x), routes, table, counters)

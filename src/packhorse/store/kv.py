@@ -466,8 +466,8 @@ class KVStore:
                 self._end_sweep(sequence)
 
     def rewind(self, sequence: StoredSequence) -> None:
-        """After a failed step, or one of a sweep: go back to the last position whose recurrent state is kept, `position`
-        then.
+        """After a failed step, or one of a sweep: go back to the last position whose recurrent state is kept, which is
+        `position` then.
 
         Without recurrent state that is where the step began.
         """
