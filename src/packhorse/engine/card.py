@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -18,6 +18,8 @@ from packhorse.facts.nvml import has_display, process_bytes
 
 MODULE_BYTES = 160 * MIB
 """Kernels of libraries and our own that are loaded when they first run: they come out of no pool of ours."""
+LATER_BYTES = 96 * MIB
+"""Of these, what may be loaded when requests have come."""
 SLACK_BYTES = 64 * MIB
 """What the allocator holds beyond what is asked of it, and small tensors that nobody counts."""
 _SMALL = 512 * 1024
@@ -58,22 +60,27 @@ class CardMemory:
         self.runtime_bytes = context - held + MODULE_BYTES + SLACK_BYTES
         # Memory that the allocator gives back in part, so that freed blocks of any size serve the next.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        limit = max(0, self.cap - (context - held) - MODULE_BYTES)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / self.total), self.device)
+        self._limit(context - held + MODULE_BYTES)
 
-    def hold(self, total_bytes: int) -> None:
-        """Have the allocator hold `total_bytes` in all, which were planned, as far as the cap has them, and some of it
-        in small blocks: what requests take and give back is there, and what the driver counts does not grow later."""
+    def hold(self, device_bytes: int) -> None:
+        """When all is loaded: have the allocator hold what is left of `device_bytes`, which were planned, some of it in
+        small blocks. So what requests take and give back is there, and what the driver counts does not grow later."""
         taken = [
             torch.empty(_SMALL, dtype=torch.uint8, device=self.device)
             for _ in range(SLACK_BYTES // 2 // _SMALL)
         ]
-        held = torch.cuda.memory_reserved(self.device)
-        total = min(total_bytes, held + self.cap - self.used_bytes() - MODULE_BYTES // 4)
-        # Piece by piece: what it holds free already is used up first.
-        while torch.cuda.memory_reserved(self.device) <= total - _PIECE:
-            taken.append(torch.empty(_PIECE, dtype=torch.uint8, device=self.device))
-        del taken
+        beside = self.used_bytes() - torch.cuda.memory_reserved(self.device) + LATER_BYTES
+        self._limit(beside)
+        most = min(device_bytes, self.cap) - beside - _PIECE
+        with suppress(torch.OutOfMemoryError):  # somebody else has it: then there is less for experts
+            # Piece by piece: what the allocator holds free already is used up first.
+            while torch.cuda.memory_reserved(self.device) <= most:
+                taken.append(torch.empty(_PIECE, dtype=torch.uint8, device=self.device))
+
+    def _limit(self, beside: int) -> None:
+        """The allocator's own limit, where so much is taken beside it."""
+        limit = max(0, self.cap - beside)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / self.total), self.device)
 
     def used_bytes(self) -> int:
         """What the driver says that this process takes; where it tells no process apart, what the card's users take

@@ -161,7 +161,7 @@ def _assemble(
         warm_up(engine, sizes)
         if isinstance(experts, StreamedExperts):
             experts.warm_up()
-        card.hold(sizes.total_bytes)
+        card.hold(sizes.device_bytes)
     return engine, disk, stepping
 
 
