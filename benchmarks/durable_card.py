@@ -116,9 +116,9 @@ def write(args: argparse.Namespace) -> dict[str, Any]:
     engine, lower = work.engine, work.engine.store.lower
     assert lower is not None
     fill(engine)
-    ids = work.document
+    ids = work.question()  # goes on from the document's pages while they are written
     alone = [*work.decode(ids, 60)[0], *work.decode(ids, 60)[0]]
-    work.add(ids, 1, store=True)
+    work.add(work.document, 1, store=True)
     while engine.has_work:
         engine.step()
     began = time.perf_counter()
