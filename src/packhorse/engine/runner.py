@@ -70,18 +70,20 @@ class Runner:
             )
         if chunks:
             self.make_room()
-            start = chunks[0].row
-            moved = [replace(work, row=work.row - start) for work in chunks]
-            num_rows = moved[-1].row + moved[-1].length
+            moved: list[Work] = []
+            num_rows = 0
+            for work in chunks:
+                # Those that went their own way lie before or between them.
+                moved.append(replace(work, row=num_rows))
+                num_rows += work.length
             ids, positions = self.inputs(moved, num_rows)
             kept = [PartView(view, {m.row: w for m, w in zip(moved, chunks, strict=True)}) for view in views]
             x = self._layers(self.model.embed(ids), positions, kept)
             for work in moved:
                 self._score(work, 0, x[work.row : work.row + scored_len(work)])
-            ends = [work for work in moved if work.samples]
+            ends = [work.last_row for work in moved if work.samples]
             if ends:
-                rows = self.model.head(x[[work.last_row for work in ends]])
-                logits |= zip((work.row + start for work in ends), rows, strict=True)
+                logits |= zip((w.row for w in chunks if w.samples), self.model.head(x[ends]), strict=True)
         found = [logits[work.row] for work in step.spans if work.samples]
         return torch.stack(found) if found else torch.empty(0, self.model.facts.vocab_size)
 

@@ -46,7 +46,7 @@ class Attention:
         return weights.o_proj(out.reshape(x.shape[0], num_q * dim))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv_view: KVView) -> Tensor:
-        """Write each span's K and V, then attend: [T, Hq, D]. Padding rows, which come last, are zeros."""
+        """Write each span's K and V, then attend: [T, Hq, D]. Outside exact mode spans fill all rows, in order."""
         parts: list[Tensor] = []
         for span in kv_view.spans:
             rows = slice(span.row, span.row + span.length)
@@ -56,7 +56,4 @@ class Attention:
                 # One span a pass, and every row of the bucket is computed, padding too.
                 return ref.exact_attention(q, segments, span.position - span.row, self.scale)
             parts.append(dispatch.attention(q[rows], segments, span.position, self.scale))
-        padding = q.shape[0] - sum(span.length for span in kv_view.spans)
-        if padding:
-            parts.append(parts[0].new_zeros(padding, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -33,11 +33,10 @@ class DeltaNet:
         beta = b.sigmoid()
         g = -weights.A_log.exp() * F.softplus(a + weights.dt_bias)
         states = [(slice(s.row, s.row + s.length), s, kv_view.state(s)) for s in kv_view.spans]
-        # Rows behind the spans belong to nobody.
-        padding = slice(max((rows.stop for rows, *_ in states), default=0), None)
-        conv = x.new_empty(x.shape[0], d.conv_dim, dtype=torch.float32)
-        mixed = x.new_empty(x.shape[0], d.num_v_heads, d.v_head_dim, dtype=torch.float32)
-        conv[padding], mixed[padding] = 0, 0
+        # Exact mode has rows of nobody, before and behind the span: they stay finite.
+        new = x.new_zeros if self.exact else x.new_empty
+        conv = new(x.shape[0], d.conv_dim, dtype=torch.float32)
+        mixed = new(x.shape[0], d.num_v_heads, d.v_head_dim, dtype=torch.float32)
         for rows, _, state in states:
             dispatch.conv_silu(qkv[rows], weights.conv1d, state.conv, conv[rows])
         if self.exact:
