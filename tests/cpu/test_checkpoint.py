@@ -180,6 +180,21 @@ def test_large_tensors_are_read_in_parts(tmp_path, monkeypatch):
         raw.read_raw(tensor)
 
 
+def test_where_nothing_more_is_pinned_plain_memory_is_sent_from(monkeypatch):
+    """Experts that are being pinned may take all that the system allows."""
+    empty, asked = torch.empty, []
+
+    def refuse(*size, pin_memory=False, **options):
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    halves = raw._halves()
+    assert asked == [True, False] and halves.shape == (2, raw.STAGE_BYTES) and halves.dtype == torch.uint8
+
+
 def test_config_without_weights_has_no_checkpoint(models, tmp_path):
     models["llama"].config.save_pretrained(tmp_path)
     facts = read_model(tmp_path)

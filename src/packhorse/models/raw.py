@@ -24,7 +24,8 @@ PART_BYTES = 2 * MIB
 """What a thread reads at a time then."""
 READERS = 8
 STAGE_BYTES = 16 * MIB
-"""Pinned memory through which a large tensor goes to a card: twice this much, one half read while the other is sent."""
+"""Pinned memory, where it is to be had, through which a large tensor goes to a card: twice this much, one half read
+while the other is sent."""
 
 
 def read_raw(tensor: TensorFacts, device: str = "cpu") -> Tensor:
@@ -80,8 +81,7 @@ def _staged(size: int, device: str, read: Callable[[Tensor, int], None]) -> Tens
     """uint8 [size] on a card, of what read(buffer, start) puts into a buffer."""
     out = torch.empty(size, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(out.device)
-    # Kept by torch for the next tensor.
-    halves = torch.empty(2, STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    halves = _halves()
     sent = [torch.cuda.Event() for _ in halves]
     for turn, start in enumerate(range(0, size, STAGE_BYTES)):
         half = halves[turn % 2][: size - start]
@@ -90,6 +90,16 @@ def _staged(size: int, device: str, read: Callable[[Tensor, int], None]) -> Tens
         out[start : start + len(half)].copy_(half, non_blocking=True)
         sent[turn % 2].record(stream)
     return out
+
+
+def _halves() -> Tensor:
+    """uint8 [2, STAGE_BYTES] to send from: pinned, which torch keeps for the next tensor, where the system pins it."""
+    try:
+        return torch.empty(2, STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        # Experts that are being pinned may have taken all that may be (WSL2). Copies from here take their time, and
+        # are through with it when they return.
+        return torch.empty(2, STAGE_BYTES, dtype=torch.uint8)
 
 
 def read_plain(tensor: TensorFacts, device: str = "cpu") -> Tensor:
