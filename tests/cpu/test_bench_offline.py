@@ -200,6 +200,19 @@ def test_a_prompt_that_is_not_kept(monkeypatch):
         measure(facts_of("qwen3"), CONFIG, Settings(contexts=(300,), decode=5))
 
 
+def test_a_tail_whose_context_is_not_kept(monkeypatch):
+    true_decode = offline.Run.decode
+
+    def forget(self, context, prompts):
+        row = true_decode(self, context, prompts)
+        self.engine.store.clear()
+        return row
+
+    monkeypatch.setattr(offline.Run, "decode", forget)
+    with pytest.raises(ComputeError, match="300 tokens of a prompt of 300"):
+        measure(facts_of("qwen3"), CONFIG, Settings(contexts=(300,), decode=5, tails=(40,)))
+
+
 def test_settings_that_mean_nothing():
     for bad in ({"contexts": ()}, {"contexts": (0,)}, {"sequences": (1, -1)}, {"decode": 4}, {"warmup": -1}):
         with pytest.raises(UsageError):

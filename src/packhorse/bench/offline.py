@@ -248,15 +248,20 @@ class Run:
         draw = random.Random(f"{self.settings.seed} {context} {index}")
         return tuple(draw.choices(range(self._footprint.facts.vocab_size), k=context))
 
-    def read(self, prompt: tuple[int, ...], *, store: bool = True) -> tuple[float, int]:
+    def read(self, prompt: tuple[int, ...], *, store: bool = True, held: int = 0) -> tuple[float, int]:
         """Seconds from a prompt to its first token, alone, and bytes of experts that crossed the link for it; what was
-        read is kept, or (store) is not."""
-        before = self._link_bytes
+        read is kept, or (store) is not. Raises ComputeError where of `held` first tokens, which were read before,
+        some have to be read again."""
+        before, cached = self._link_bytes, 0
         self.engine.add(self._request(prompt, 1, marks=(len(prompt),), store=store))
         began = time.perf_counter()
         while self.engine.has_work:
-            self._step()
-        return time.perf_counter() - began, self._link_bytes - before
+            for event in self._step():
+                cached = event.usage.cached_len
+        seconds = time.perf_counter() - began
+        if not self.settings.fill_kv:
+            _check_kept(held, held - cached)
+        return seconds, self._link_bytes - before
 
     def tail(self, context: int, prompt: tuple[int, ...], length: int) -> dict[str, Any]:
         """A row of the document: a prompt that was read, and `length` tokens more, to the first token."""
@@ -264,7 +269,8 @@ class Run:
             self.engine.store.held = context  # type: ignore[attr-defined]
         try:
             runs = [
-                self.read(prompt + self.prompt(length, -1 - run), store=False) for run in range(TAIL_RUNS)
+                self.read(prompt + self.prompt(length, -1 - run), store=False, held=context)
+                for run in range(TAIL_RUNS)
             ]
         finally:
             if self.settings.fill_kv:
@@ -273,8 +279,8 @@ class Run:
         return {"context": context, "tail": length, "seconds": list(seconds), "link_bytes": max(moved)}
 
     def beside(self, context: int) -> dict[str, Any]:
-        """Of the document: seconds between the tokens of one answer while another prompt is read, and until that one's
-        first token."""
+        """Of the document: seconds between the tokens of one answer while another prompt is read, the gap that its end
+        falls into among them, and until that one's first token."""
         length = min(BESIDE_LEN, context)
         room = min(ANSWER_LEN, context + self.settings.room) - length
         answer = self._request(self.prompt(length, 0), room, store=False)
@@ -285,15 +291,21 @@ class Run:
         self.engine.add(other)
         began = last = time.perf_counter()
         gaps: list[float] = []
-        while self.engine.scheduler.find(other.id) is not None:
+        seconds: float | None = None
+        tokens = 0
+        while seconds is None or not tokens:
             tokens = sum(len(event.token_ids) for event in self._step() if event.request_id == answer.id)
             now = time.perf_counter()
             if tokens:
                 gaps.append(now - last)
                 last = now
+            if seconds is None and self.engine.scheduler.find(other.id) is None:
+                seconds = now - began
+            if not self.engine.has_work:  # the answer has come to its end before
+                break
         self.engine.cancel(answer.id)
         asked = self.engine.max_decode_gap
-        return {"context": context, "seconds": last - began, "gap_s": percentiles(gaps), "asked_gap_s": asked}
+        return {"context": context, "seconds": seconds, "gap_s": percentiles(gaps), "asked_gap_s": asked}
 
     @property
     def _link_bytes(self) -> int:
@@ -390,14 +402,19 @@ class Run:
             found = [self.engine.scheduler.find(request.id) for request in requests]
             sequences = [sequence for sequence in found if sequence is not None]
             for sequence in sequences:
-                lost = sequence.prompt_len - sequence.usage.cached_len
-                if sequence.handle is not None and not self.settings.fill_kv and lost >= LOST:
-                    raise ComputeError(
-                        f"{lost:,} tokens of a prompt of {sequence.prompt_len:,} were not kept.",
-                        hint="Measure fewer sequences at once, or give --fill-kv.",
-                    )
+                if sequence.handle is not None and not self.settings.fill_kv:
+                    _check_kept(sequence.prompt_len, sequence.prompt_len - sequence.usage.cached_len)
             if all(sequence.state is SequenceState.DECODING for sequence in sequences):
                 return sequences
+
+
+def _check_kept(held: int, lost: int) -> None:
+    """Raises ComputeError where more of a prompt that was read has to be read again than always has."""
+    if lost >= LOST:
+        raise ComputeError(
+            f"{lost:,} tokens of a prompt of {held:,} were not kept.",
+            hint="Measure fewer sequences at once, or give --fill-kv.",
+        )
 
 
 def fill(engine: Engine) -> None:
