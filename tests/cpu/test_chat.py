@@ -12,7 +12,8 @@ from chats import PLAIN, THINKING, byte_tokenizer, make_folder, plain_prompt, sc
 from packhorse.cli import main as cli
 from packhorse.cli.chat import Conversation, run
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import DocumentError, PromptTooLongError, UsageError
+from packhorse.core.errors import CardLostError, DocumentError, PromptTooLongError, UsageError
+from packhorse.engine.engine import Engine
 from packhorse.engine.session import Session
 
 OPTIONS = ("--threads", "1", "--dtype", "fp32", "--context", "1024")
@@ -187,3 +188,20 @@ def test_the_models_own_sampling(monkeypatch, capsys, tmp_path):
         return capsys.readouterr().out
 
     assert said() == said("--temperature", "1.5") != said("--temperature", "0")
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_lost_card_ends_the_conversation(monkeypatch, capsys, typed):
+    """With its own error: nothing is taken off the card any more."""
+
+    def lost(*_: object) -> None:
+        raise CardLostError("cuda:0 does not answer any more.")
+
+    monkeypatch.setattr(Engine, "step", lost)
+    monkeypatch.setattr(Engine, "close", lambda _: pytest.fail("what is to be kept lies on the card"))
+    monkeypatch.setattr(builtins, "input", lambda _: "Hello")
+    data = TextIOWrapper(BytesIO(b"Hello\nHello again\n"))
+    monkeypatch.setattr(data, "isatty", lambda: typed, raising=False)
+    monkeypatch.setattr(sys, "stdin", data)
+    assert cli.run(["chat", str(shared_folder("qwen3", PLAIN)), *OPTIONS]) == 1
+    assert capsys.readouterr().err.count("does not answer any more") == 1

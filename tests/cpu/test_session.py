@@ -19,6 +19,7 @@ from chats import (
 )
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import (
+    CardLostError,
     ComputeError,
     InvalidRequestError,
     PackhorseError,
@@ -253,6 +254,18 @@ def test_an_interrupt_gives_everything_back(error, callback):
     again = session.answer(prompt, max_tokens=8)
     assert again.usage.cached_len > 0
     assert again.text == open_tiny("qwen3_5").answer(prompt, max_tokens=8).text
+
+
+def test_a_card_that_is_lost_is_asked_for_nothing(monkeypatch):
+    session = open_tiny("qwen3_5")
+
+    def lost(*_: object) -> None:
+        raise CardLostError("cuda:0 does not answer any more.")
+
+    monkeypatch.setattr(session.engine, "step", lost)
+    monkeypatch.setattr(session.engine, "cancel", lambda _: pytest.fail("what it held lies on the card"))
+    with pytest.raises(CardLostError):
+        session.answer("How many?")
 
 
 def test_ctrl_c_waits_for_the_step():

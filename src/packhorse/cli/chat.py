@@ -25,7 +25,7 @@ from packhorse.cli.common import (
     store_fields,
 )
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import PackhorseError, UsageError
+from packhorse.core.errors import CardLostError, PackhorseError, UsageError
 from packhorse.text.documents import Document, compose
 
 if TYPE_CHECKING:
@@ -100,8 +100,12 @@ def command(
             for line in piped_lines():
                 if not conversation.take(line):
                     break
-    finally:
+    except CardLostError:
+        raise  # what is not kept yet lies there
+    except BaseException:
         close_session(session, note)
+        raise
+    close_session(session, note)
     if json:
         print_json({"model": model, "name": session.facts.name, "turns": conversation.turns})
 
@@ -203,11 +207,14 @@ class Conversation:
 
 
 def run(conversation: Conversation, lines: Iterator[str]) -> None:
-    """A conversation with a person: an error or Ctrl-C ends the turn and not the conversation."""
+    """A conversation with a person: an error or Ctrl-C ends the turn and not the conversation, but where
+    the card is lost."""
     for line in lines:
         try:
             if not conversation.take(line):
                 return
+        except CardLostError:
+            raise
         except PackhorseError as error:
             note(f"Error: {as_typed(str(error), sys.argv)}")
         except KeyboardInterrupt:

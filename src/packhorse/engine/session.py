@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import InvalidRequestError, UsageError
+from packhorse.core.errors import CardLostError, InvalidRequestError, UsageError
 from packhorse.core.protocols import Steering
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, Usage
 from packhorse.engine import documents
@@ -199,7 +199,8 @@ class Session:
         (MAX_THINKING_TOKENS where the model may think).
 
         Where this raises, an interrupt or an error of a callback included, the request has given back all it
-        held. Raises InvalidRequestError and PromptTooLongError before anything is computed, ComputeError.
+        held. Raises InvalidRequestError and PromptTooLongError before anything is computed, ComputeError, and
+        CardLostError, after which nothing can be asked.
         """
         clock = _Clock()
         token_ids, marks = self._encode(prompt)
@@ -221,8 +222,11 @@ class Session:
         self.engine.add(request)
         try:
             last = self._run(clock, output, on_progress)
-        finally:
-            self.engine.cancel(request.id)  # nothing to do where it has ended
+        except CardLostError:  # which takes nothing back any more
+            raise
+        except BaseException:
+            self.engine.cancel(request.id)
+            raise
         if last.error is not None:
             raise last.error
         assert last.finish is not None
