@@ -8,7 +8,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,9 +65,24 @@ def count_tensor_ops(cubin: bytes, kernel: str) -> int:
     return sum(int.from_bytes(code[at : at + 2], "little") & 0xFFF == _HMMA for at in range(0, len(code), 16))
 
 
+@lru_cache(maxsize=1)
+def _compiled(source: str, defines: tuple[tuple[str, int], ...], arch: int) -> tuple[bytes, str]:
+    """Code and log of all kernels of a source, of which `part_of` keeps pairs side by side."""
+    return compile_code(Variant(source, "all", defines), Target(arch))
+
+
+def part_of(pairs: Iterable[tuple[Variant, int]], part: int, parts: int) -> list[tuple[Variant, int]]:
+    """Slice `part` of `parts` of a list, in which kernels that one compilation makes follow on one another."""
+    groups: dict[object, list[tuple[Variant, int]]] = {}
+    for variant, arch in pairs:
+        groups.setdefault((variant.source, variant.defines, arch), []).append((variant, arch))
+    return [pair for group in list(groups.values())[part::parts] for pair in group]
+
+
 def examine(variant: Variant, arch: int) -> Report:
     """Compile for sm_`arch` and look."""
-    code, log = compile_code(variant, Target(arch))
+    Target(arch).check(variant)
+    code, log = _compiled(variant.source, variant.defines, arch)
     # The log has a part for each kernel of the source.
     parts = re.split(r"Compiling entry function '", log)
     (part,) = [p for p in parts if p.startswith(f"{variant.kernel}'")]
