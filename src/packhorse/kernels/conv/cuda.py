@@ -26,6 +26,7 @@ def fits(x: Tensor, state: Tensor) -> bool:
         has_type(x.device, x.dtype)
         and state.dtype == x.dtype
         and state.is_contiguous()
+        and x.stride(1) == 1
         and not (x.shape[1] % 2 or x.stride(0) % 2 or x.data_ptr() % 4)
     )
 
@@ -34,7 +35,7 @@ def conv_silu(x: Tensor, weight: Tensor, state: Tensor, out: Tensor) -> None:
     """out [T, C] fp32, contiguous, = silu(causal_conv(x, weight, state)); x [T, C], state [C, K - 1] in place,
     weight [C, K] fp32. A row's bits do not depend on where a call starts."""
     num_rows, channels = x.shape
-    assert fits(x, state) and x.stride(1) == 1 and out.is_contiguous() and out.dtype == torch.float32
+    assert fits(x, state) and out.is_contiguous() and out.dtype == torch.float32
     assert weight.is_contiguous() and weight.dtype == torch.float32 and out.shape == x.shape
     grid = (ceil_div(num_rows, _RUN), ceil_div(channels // 2, _THREADS))
     args = (x, weight, state, out, num_rows, x.stride(0), channels // 2)

@@ -58,8 +58,8 @@ def fits(x: Tensor, gate_up: object, down: object) -> bool:
 
 
 def mix(x: Tensor, weights: Tensor, experts: Tensor, table: ExpertTable) -> Tensor:
-    """`ref.expert_mix` with its shapes: x [T, H] of 16 bits -> [T, H] fp32. table: of one layer; experts may lie in
-    pinned host memory, where each tile of tokens reads them anew.
+    """`ref.expert_mix` with its shapes: x [T, H] of 16 bits -> [T, H] fp32. table: of one layer, whose stacks lie on
+    the card; in pinned host memory, where they may lie too, each tile of tokens would read them anew.
 
     What 16 bits cannot hold between the products becomes their largest value and is counted in `launch.saturated`.
     A row's bits depend on the token and its experts alone. Raises UnsupportedCardError for bf16 before 8.0.
