@@ -201,7 +201,17 @@ def run_loads(
 class Predictor:
     """Times of loads as functions of the calibration's free numbers. machines: as each load's plan has it."""
 
-    names = ("vram", "vram_experts", "vram_kv", "link", "tensor", "tensor_experts", "kernel_us", "row_passes")
+    names = (
+        "vram",
+        "vram_experts",
+        "vram_kv",
+        "link",
+        "copies",
+        "tensor",
+        "tensor_experts",
+        "kernel_us",
+        "row_passes",
+    )
     WEIGHT = 0.05
     """Of what a number leaves its start by, beside what a load is off by: for numbers that the loads say nothing of."""
 

@@ -199,7 +199,7 @@ def test_measured_rates_go_into_the_profile(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(doctor, "measured_cards", measured({}))
         run(capsys, tmp_path, "--save-profile")
         machine = read_profile(str(tmp_path / "machine.json"))
-        assert (machine.card.read_rate, machine.link_rate, machine.card.flops) == (300e9, 10e9, tflops)
+        assert (machine.card.read_rate, machine.link_rate, machine.card.flops) == (300e9, 11e9, tflops)
         assert machine.card.usable_bytes == 11 * GIB and machine.card.count == 1
 
 

@@ -28,6 +28,7 @@ from packhorse.layers.linear import Piece
 from packhorse.models.experts import ExpertBlocks, ExpertLayout
 from packhorse.models.loader import model_params
 from packhorse.models.model import Model
+from packhorse.plan.predict import step_kernels
 from packhorse.quant.packed import PackedTensor
 from packhorse.store.kv import KVStore
 from packhorse.store.tier import StoreGeometry
@@ -132,3 +133,4 @@ def test_kernels_of_a_decode_step(name, sequences, counts):
     assert counts["delta_step"] + counts["attend_split"] == layers
     assert counts["expert_gate_up"] == counts["expert_plan"] == sum(model.facts.moe_layers)
     assert 8 * layers < counts.total() <= MOST
+    assert counts.total() == step_kernels(model.facts)

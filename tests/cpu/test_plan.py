@@ -38,7 +38,7 @@ from packhorse.kernels.norm.cuda import MAX_HIDDEN
 from packhorse.layers.step import misfit
 from packhorse.plan import account
 from packhorse.plan.place import SWEEPS, Footprint, Job, place
-from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
+from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict, tail_s
 from packhorse.plan.report import table, to_document
 from packhorse.plan.size import size_engine
 from packhorse.plan.solve import Wishes, solve
@@ -680,10 +680,63 @@ def cells():
     yield f"| cold {span(d, cold)} s; {span(d, ram, 1)} s with the KV in RAM, {span(d, disk)} s from disk |"
 
 
+MEASURED = {
+    "35B, 10.4 GiB": {"cold, s": 16.15, "step, ms": 10.96, "tail of 64, s": 0.309, "tail of 256, s": 0.311,
+                      "tail of 1,024, s": 0.313, "load, s": 8.9},
+    "35B, no cap": {"cold, s": 16.03, "step, ms": 3.535, "load, s": 6.6},
+    "35B, no cap, 32,768 tokens": {"step, ms": 2.488},
+    "35B, no cap, 32,768 tokens x 2": {"step, ms": 3.035},
+    "35B, no cap, 32,768 tokens x 4": {"step, ms": 4.001},
+    "27B, 24 GiB": {"cold, s": 20.12, "step, ms": 8.351, "load, s": 9.3},
+}  # fmt: skip
+"""On one H200, 30 November 2026: benchmarks/2026-11-30-prefill.md and -experts.md. Contexts 245,760 (35B), 131,072."""
+OFF = {"load, s": 0.4}
+"""By how much a prediction may be off, 0.1 where nothing else is said."""
+
+
+def predicted(where: str) -> dict[str, float]:
+    """What is planned for one of these, of its whole prompt, one question and a step of all its sequences."""
+    name, _, rest = where.partition(", ")
+    context = 131_072 if name == "27B" else 32_768 if "32,768" in rest else 245_760
+    cap = next((size for size in ("10.4GiB", "24GiB") if size == rest.replace(" ", "")), None)
+    wishes = Wishes(
+        context, int(rest[-1]) if " x " in rest else 1, "fp8", "int4", vram=cap and parse_bytes(cap)
+    )
+    plan = solve(
+        known_model("qwen3.6-27b" if name == "27B" else "qwen3.6-35b-a3b"), read_profile("h200"), wishes
+    )
+    # Files lay in the page cache.
+    machine = replace(plan.machine, drive_rate=1e12)
+    times = predict(plan.footprint, machine, plan.placement)
+    step = wishes.sequences / times.decode_tok_s_total
+    found = {"cold, s": times.cold_first_token_s - step, "step, ms": 1e3 * step, "load, s": times.load_s}
+    for length in (64, 256, 1024):
+        found[f"tail of {length:,}, s"] = tail_s(plan.footprint, machine, plan.placement, length)
+    return found
+
+
+def measured_rows():
+    """The lines of the table of predicted and measured, and how far each may be off and is."""
+    for where, figures in MEASURED.items():
+        plan = predicted(where)
+        for name, value in figures.items():
+            off = plan[name] / value - 1
+            label = f"{where}: {name}"
+            yield f"| {label} | {plan[name]:#.3g} | {value} | {off:+.0%} |", OFF.get(name, 0.1), off
+
+
+def test_predictions_of_the_measured_card_are_near_what_was_measured():
+    for line, bound, off in measured_rows():
+        assert line in DOCS and abs(off) <= bound, (line, off)
+
+
 def write_tables() -> None:
-    """Put the plans' cells, the last of each row, into the documentation."""
+    """Put the plans' cells, the last of each row, into the documentation, and the table of what was measured."""
     file, found = Path(__file__).parents[2] / "docs" / "plan.md", iter([*cells()])
     before, title, tables = file.read_text().partition("## Four machines")
+    head, rule, rest = before.partition("| one H200 | predicted | measured | off |\n|---|---|---|---|\n")
+    rest = rest[rest.index("\n\n") :]
+    before = head + rule + "\n".join(line for line, _, _ in measured_rows()) + rest
     lines = [
         line.rstrip(" |").rpartition(" | ")[0] + " " + next(found)
         if line.startswith("| ") and not line.startswith("| |")

@@ -188,7 +188,7 @@ def card_profile(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "power_w": first.get("power_limit_w") or 0.0,
     }  # fmt: skip
     rates = {name: round(rate / 1e9, 2) for name, rate in measured["rates"].items()}
-    return {"card": {**card, "read_gb_s": rates["vram"]}, "link": {"gb_s": rates["host"]}}
+    return {"card": {**card, "read_gb_s": rates["vram"]}, "link": {"gb_s": rates["copy_in"]}}
 
 
 def examine(folder: Path, load_s: float = LOAD_S) -> dict[str, Any]:

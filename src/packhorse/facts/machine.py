@@ -45,8 +45,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is made for. card: None for a machine without one. link_rate: pinned host memory to one card.
-    measured: whether the engine's times on this machine are behind the calibration. free: ram_bytes and
+    """What a plan is made for. card: None for a machine without one. link_rate: of copies from pinned host memory to
+    one card. measured: whether the engine's times on this machine are behind the calibration. free: ram_bytes and
     disk_bytes are what is free now, not what is installed. assumed: a card's profile with a common host around it,
     which says nothing about the memory and disk of a real one."""
 

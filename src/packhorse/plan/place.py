@@ -116,9 +116,10 @@ class Footprint:
 
     @cached_property
     def packed_values(self) -> int:
-        """Values of packed matrices, without the embeddings'."""
+        """Values of packed matrices that prompts unpack: neither the embeddings' nor, in chunks up to LONGEST_CHUNK,
+        routed experts'."""
         found = packed_matrices(self.stored) if self.recipe.is_packed else ()
-        return sum(matrix.num_values for matrix in found if matrix.kind != "embeddings")
+        return sum(matrix.num_values for matrix in found if matrix.kind not in ("embeddings", "experts"))
 
     @property
     def layer_bytes(self) -> int:

@@ -17,8 +17,8 @@ from packhorse.plan.place import Footprint, Placement
 LOW, EXPECTED, HIGH = 0, 1, 2
 TAIL_LEN = 64
 """Tokens of the follow-up question that is predicted."""
-KERNELS_PER_LAYER = 10.5
-"""Kernels of a captured decode step: 421 over 40 layers."""
+LONG_PROMPT = 1024
+"""Tokens from which on Hopper has a kernel of its own for a prompt's attention, as kernels.attention.flash has it."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Times:
 class Speed:
     """Rates of one card (or a CPU) as the engine is taken to reach them, in bytes or operations a second.
 
-    dense, experts, kv: reading weights that stay, routed experts on the card, and K and V. link: what is in host
-    memory. load: making weights of files. products, expert_products, attention, delta: operations of prompts.
+    dense, experts, kv: reading weights that stay, routed experts on the card, and K and V. link, copies: what is in
+    host memory, where kernels read it and where it is copied ahead. load: making weights of files. products,
+    expert_products, attention, delta: operations of prompts; short_attention: of fewer than LONG_PROMPT tokens.
     row_passes: times that a layer reads or writes the widest rows of a prompt's tokens. kernel_s: a kernel of a
     captured step beside its bytes; step_s: a step beside its kernels."""
 
@@ -57,11 +58,13 @@ class Speed:
     experts: float
     kv: float
     link: float
+    copies: float
     drive: float
     load: float
     products: float
     expert_products: float
     attention: float
+    short_attention: float
     delta: float
     row_passes: float
     kernel_s: float
@@ -82,8 +85,9 @@ class Speed:
         memory = machine.memory_rate * part["memory"]
         if machine.card is None:
             flops = 1e9 * data["cpu_gflops_per_core"]["values"][band] * machine.cores
-            reads = dict.fromkeys(("dense", "experts", "kv", "link"), memory)
-            products = dict.fromkeys(("products", "expert_products", "attention", "delta"), flops)
+            reads = dict.fromkeys(("dense", "experts", "kv", "link", "copies"), memory)
+            kinds = ("products", "expert_products", "attention", "short_attention", "delta")
+            products = dict.fromkeys(kinds, flops)
             return cls(**reads, **products, **fixed, load=machine.drive_rate, row_passes=0.0)
         card = machine.card
         return cls(
@@ -92,10 +96,12 @@ class Speed:
             experts=card.read_rate * part["vram_experts"],
             kv=card.read_rate * part["vram_kv"],
             link=min(machine.link_rate * part["link"], machine.memory_rate),
+            copies=min(machine.link_rate * part["copies"], machine.memory_rate),
             load=1e6 * data["load_mb_s_per_core"]["values"][band] * machine.cores,
             products=card.flops * part["tensor"],
             expert_products=card.flops * part["tensor_experts"],
-            attention=card.flops * part["attention"],
+            attention=card.flops * part["attention_hopper" if card.arch == 90 else "attention"],
+            short_attention=card.flops * part["attention"],
             delta=card.flops * part["delta"],
             row_passes=cost_of["row_passes"],
         )
@@ -108,7 +114,7 @@ def predict(footprint: Footprint, machine: Machine, placement: Placement, band: 
     cold = step.prefill_s(job.context) + step.decode_s(job.context, 1)
     tail = step.tail_s(job.context)
     kept = account.kv_token_bytes(footprint.facts, job.kv) * job.device_kv + footprint.snapshot_bytes
-    from_ram = kept / speed.link + tail
+    from_ram = kept / speed.copies + tail
     weights = sum(footprint.classes.values())
     start, end = step.decode_s(0, 1), step.decode_s(job.context, 1)
     together = step.decode_s(job.context, job.sequences)
@@ -125,6 +131,13 @@ def predict(footprint: Footprint, machine: Machine, placement: Placement, band: 
     )
 
 
+def tail_s(footprint: Footprint, machine: Machine, placement: Placement, num_tokens: int) -> float:
+    """Seconds until the first token of a follow-up of `num_tokens` tokens, all before it on the card, as expected."""
+    return _Step(footprint, placement, Speed.of(machine, EXPECTED), EXPECTED).tail_s(
+        placement.job.context, num_tokens
+    )
+
+
 class _Step:
     """Times of the parts of one placement's work."""
 
@@ -134,7 +147,7 @@ class _Step:
         accepted = calibration()["draft_acceptance"]["values"][band]
         # A guess counts where all before it were right.
         self.tokens = sum(accepted**index for index in range(placement.job.draft + 1))
-        self._kernels_s = KERNELS_PER_LAYER * self.facts.num_layers * speed.kernel_s + speed.step_s
+        self._kernels_s = step_kernels(self.facts) * speed.kernel_s + speed.step_s
         self._dense = dense_bytes(footprint)
         if placement.job.draft:
             shared = footprint.head_bytes + _active_share(footprint.facts) * footprint.draft_bytes
@@ -158,9 +171,9 @@ class _Step:
         sweeps = ceil_div(num_tokens, where.sweep_len)
         return max(self._compute_s(0, num_tokens), sweeps * self._stream_s() + once_more)
 
-    def tail_s(self, context: int) -> float:
-        """A follow-up of TAIL_LEN tokens after `context` tokens, to its first token."""
-        work = max(self._compute_s(context, TAIL_LEN), self._stream_s())
+    def tail_s(self, context: int, num_tokens: int = TAIL_LEN) -> float:
+        """A follow-up of so many tokens after `context` tokens, to its first token."""
+        work = max(self._compute_s(context, num_tokens), self._stream_s())
         return work + self._kv_s(context) + self._kernels_s
 
     def _compute_s(self, start: int, num_tokens: int) -> float:
@@ -168,10 +181,11 @@ class _Step:
         cards follow one another: prompts fill the cards in turn."""
         speed, footprint = self.speed, self._footprint
         flops = prefill_parts(footprint, start, num_tokens)
+        attention = speed.attention if num_tokens >= LONG_PROMPT else speed.short_attention
         seconds = (
             flops["products"] / speed.products
             + flops["experts"] / speed.expert_products
-            + flops["attention"] / speed.attention
+            + flops["attention"] / attention
             + flops["delta"] / speed.delta
         )
         if footprint.num_cards == 0:
@@ -184,7 +198,7 @@ class _Step:
         where = self._placement
         streamed = (where.num_units - where.kept) * self._footprint.unit_bytes
         from_disk = max(0, where.num_units - where.kept - where.in_host) * self._footprint.unit_bytes
-        return streamed / self.speed.link + from_disk / self.speed.drive
+        return streamed / self.speed.copies + from_disk / self.speed.drive
 
     def _kv_s(self, context: int, *, outside: bool = False) -> float:
         """Reading the KV of `context` tokens once, or only the part of it outside the card."""
@@ -206,6 +220,14 @@ class _Step:
         from_disk = max(0, outside - where.in_host)
         seconds = size * where.on_device / inside + size * outside / self.speed.link
         return seconds + size * from_disk / self.speed.drive
+
+
+def step_kernels(facts: ModelFacts) -> int:
+    """Kernels of a captured decode step: of each layer's norms, mixer (projections, K and V or state, attention in two)
+    and experts or MLP, of what comes before and after the layers."""
+    mixers = 5 * facts.num_full_layers + 4 * facts.num_linear_layers
+    num_moe = sum(facts.moe_layers)
+    return 2 * facts.num_layers + mixers + 4 * num_moe + 2 * (facts.num_layers - num_moe) + 11
 
 
 def touched_share(facts: ModelFacts, rows: int) -> float:
@@ -246,7 +268,7 @@ def prefill_parts(footprint: Footprint, start: int, num_tokens: int) -> dict[str
 
 def prefill_bytes(footprint: Footprint, where: Placement, speed: Speed, num_tokens: int) -> dict[str, float]:
     """Bytes of cards' memory that reading so many tokens moves: of `weights`, which each chunk reads, and the values of
-    packed ones writes and reads; of `rows`, which pass through each layer."""
+    packed ones outside experts writes and reads; of `rows`, which pass through each layer."""
     chunks = ceil_div(num_tokens, where.chunk_len)
     rows = account.activation_bytes(footprint.facts, num_tokens) // 2
     return {

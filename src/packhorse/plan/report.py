@@ -294,11 +294,11 @@ def _arithmetic(plan: Plan) -> Iterator[str]:
         yield f"    {name} in chunks of {where.chunk_len:,} tokens: {total:.3g} B at {at}: {took:.3g} s"
     left = (where.num_units - where.kept) * footprint.unit_bytes
     if left:
-        once = left / speed.link
+        once = left / speed.copies
         yield f"    {where.num_sweeps} sweeps of {where.sweep_len:,} tokens stream {left:,} B each:"
         yield f"    {once:.3g} s a sweep, behind that"
     kept = job.context * per_token + footprint.snapshot_bytes
-    yield f"KV and state of the whole context: {kept:,} B, from RAM at {speed.link / 1e9:.4g} GB/s and from disk at"
+    yield f"KV and state of the whole context: {kept:,} B, from RAM at {speed.copies / 1e9:.4g} GB/s and from disk at"
     yield f"    {speed.drive / 1e9:.4g} GB/s"
     shares = [f"{name} {entry['values'][EXPECTED]}" for name, entry in calibration()["fractions"].items()]
     yield f"parts of listed rates, as of {calibration()['date']}: {', '.join(shares)}"
