@@ -636,3 +636,19 @@ def test_half_types(dtype):
     full.write(span, k / 65_536, v / 65_536)
     (segment,) = full.segments(span, 18)
     assert segment.k.dtype == dtype and torch.equal(segment.k, (k / 65_536).to(dtype))
+
+
+def test_where_lent_pages_do_not_come_back_nothing_has_changed():
+    store = model.make_store(num_pages=8)
+    model.run(store, text(5 * PAGE), [7])
+    before, pinned = store.stats, store._tree.unpinned_pages
+
+    def fail() -> None:
+        raise MemoryError
+
+    store.before_taking = fail
+    with pytest.raises(MemoryError):
+        store.open(text(7 * PAGE), 8 * PAGE)
+    assert store.stats == before and store._tree.unpinned_pages == pinned
+    store.before_taking = None
+    assert model.run(store, text(7 * PAGE), [7]) == 5 * PAGE

@@ -311,6 +311,8 @@ class KVStore:
         pinned_now = sum(len(entry.page_ids) for entry in match.entries if not entry.pins)
         if missing > self._pages.num_free + self._tree.unpinned_pages - pinned_now:
             return None
+        if self.before_taking is not None:
+            self.before_taking()
         tip = match.entries[-1] if match.entries else root
         tip.reused = True
         ends = {mark // self.page_len * self.page_len for mark in marks}
@@ -319,8 +321,6 @@ class KVStore:
         self._clock += 1
         self._tree.pin(tip)
         self._tree.touch(tip, self._clock)
-        if self.before_taking is not None:
-            self.before_taking()
         while self._pages.num_free < missing:
             assert self._evict_leaf(), "admission counted pages that cannot be evicted"
         self._pages.share(reused)

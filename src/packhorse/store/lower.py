@@ -6,7 +6,8 @@
 
 Everything but the writing of files, and their reading, happens in the engine's thread. A record is copied from
 the device in whole before anybody waits for a disk, so pages are held no longer than it takes to copy them. What a
-card has passes through pinned slots (store/staging.py), and only the writing thread waits for a copy.
+card has passes through pinned slots (store/staging.py), and only the writing thread waits for a copy. What is larger
+than a slot, as states are, and what leaves for host memory, is there when the call that copies it returns.
 """
 
 from __future__ import annotations
