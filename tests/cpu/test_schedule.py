@@ -513,6 +513,21 @@ def test_what_is_left_of_a_prompt_may_be_a_tail():
     assert spans_of(run(scheduler, store)) == [("a", 128, 158)]
 
 
+def test_whoever_is_to_be_computed_alone_is():
+    """Also where one of them fails once more meanwhile."""
+    scheduler, store = make(sequences=3)
+    for name in "abc":
+        scheduler.add(request(name, 8))
+    failed = scheduler.schedule()
+    scheduler.isolate(failed.spans)
+    again = scheduler.schedule()
+    assert spans_of(again) == [("a", 0, 8)]
+    scheduler.isolate(again.spans)
+    for name in "abc":
+        assert spans_of(run(scheduler, store)) == [(name, 0, 8)]
+    assert [span[0] for span in spans_of(run(scheduler, store))] == ["a", "b", "c"]
+
+
 def test_a_tail_that_a_snapshot_cuts_in_two_is_swept():
     """Each of its chunks would ask for all weights."""
     scheduler, store = sweeping(cached=lambda _: 64)

@@ -328,8 +328,9 @@ class Scheduler:
         return sequence
 
     def isolate(self, works: Iterable[Work]) -> None:
-        """Compute these sequences alone, one after the other, each until it is past the end of its work."""
-        self._alone = [(work.sequence, work.end) for work in works]
+        """Compute these sequences alone, one after the other, each until it is past the end of its work, and then those
+        that were to be alone already."""
+        self._alone = [*((work.sequence, work.end) for work in works), *self._alone]
 
     def leave_sweep(self, sequence: Sequence) -> None:
         """Take a sequence out of the sweep, if it is in one: it has passed all layers, or has ended."""
