@@ -200,6 +200,23 @@ def test_a_prompt_that_is_not_kept(monkeypatch):
         measure(facts_of("qwen3"), CONFIG, Settings(contexts=(300,), decode=5))
 
 
+def test_bytes_over_the_link_are_those_of_prompts(monkeypatch):
+    """Wherever experts are streamed, with captured steps or without."""
+    sent = SimpleNamespace(link_bytes={"decode": 7, "prompts": 0})
+    true_step = Engine.step
+
+    def step(self):
+        monkeypatch.setattr(self, "experts", sent, raising=False)
+        sent.link_bytes["prompts"] += 1000
+        return true_step(self)
+
+    monkeypatch.setattr(Engine, "step", step)
+    [load] = measure(facts_of("qwen3"), CONFIG, Settings(contexts=(256,), decode=5, tails=(40,)))["loads"]
+    [row], [tail] = load["prefill"], load["tails"]
+    assert row["link_bytes_token"] * 256 > 0 and row["link_bytes_token"] * 256 % 1000 == 0
+    assert tail["link_bytes"] > 0 and tail["link_bytes"] % 1000 == 0
+
+
 def test_a_tail_whose_context_is_not_kept(monkeypatch):
     true_decode = offline.Run.decode
 

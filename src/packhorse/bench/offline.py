@@ -309,9 +309,9 @@ class Run:
 
     @property
     def _link_bytes(self) -> int:
-        """Bytes of experts that crossed the link for prompts so far."""
-        graphs = self.engine.runner.graphs
-        return 0 if graphs is None or graphs.streamed is None else graphs.streamed.link_bytes["prompts"]
+        """Bytes of layers of experts that crossed the link for prompts so far."""
+        experts = self.engine.experts
+        return 0 if experts is None else experts.link_bytes["prompts"]
 
     def decode(self, context: int, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         """A row of the document: decode steps of as many sequences as there are prompts."""
