@@ -563,6 +563,7 @@ class KVStore:
         if not self.geometry.is_hybrid:
             return
         if tip.snapshot is None:
+            assert tip.parent is None, "an entry without its snapshot"
             zero_state(self._tier, slot)
         else:
             copy_state(self._tier, tip.snapshot, self._tier, slot)
