@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from threading import Event
 
 import torch
 
@@ -28,13 +29,29 @@ from packhorse.kernels.norm import cuda as norm
 from packhorse.kernels.norm import heads
 
 
+class _StoppedError(Exception):
+    pass
+
+
 def compile_ahead(
-    facts: ModelFacts, dtype: torch.dtype, kv: str, sequences: int, streamed: bool, device: torch.device
+    stop: Event,
+    facts: ModelFacts,
+    dtype: torch.dtype,
+    kv: str,
+    sequences: int,
+    streamed: bool,
+    device: torch.device,
 ) -> None:
-    """Compile and load `first_kernels` for a card, in a thread of its own."""
+    """Compile and load `first_kernels` for a card, in a thread of its own. stop: set where nobody will use them."""
+
+    def go_on(done: int, total: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+
     # What fails here is compiled again, and said, where it is used, if it is.
-    with suppress(KernelError, UsageError):
-        prepare(first_kernels(facts, dtype, kv, sequences, streamed, target_of(device).arch), device)
+    with suppress(KernelError, UsageError, torch.OutOfMemoryError, _StoppedError):
+        wanted = first_kernels(facts, dtype, kv, sequences, streamed, target_of(device).arch)
+        prepare(wanted, device, go_on)
 
 
 def first_kernels(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 
 import torch
 from torch import Tensor
@@ -177,7 +177,8 @@ def _load_weights(
     dtype, device = DTYPES[sizes.dtype], config.device
     arena = PinnedArena(sizes.pinned_bytes, wait=False) if sizes.pinned_bytes else None
     wanted = (facts, dtype, sizes.kv, config.sequences, arena is not None, torch.device(device))
-    compiling = Thread(target=compile_ahead, args=wanted)
+    failed = Event()
+    compiling = Thread(target=compile_ahead, args=(failed, *wanted))
     if card is not None:
         compiling.start()
     try:
@@ -197,6 +198,7 @@ def _load_weights(
             compiling.join()
             pinning += pin_embedding(model)
     except BaseException:
+        failed.set()
         if arena is not None:
             arena.close()
         raise
