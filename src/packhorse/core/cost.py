@@ -57,27 +57,3 @@ def delta_scratch_floats(k_dim: int, v_dim: int, chunk_len: int = 64) -> int:
 def attention_split_floats(num_heads: int, head_dim: int, num_splits: int = 256) -> int:
     """fp32 values of the partial results of one query token over all splits of its keys: output, maximum, sum."""
     return num_heads * num_splits * (head_dim + 2)
-
-
-def packed_linear_bytes(
-    weight_bytes: int, tokens: int, in_dim: int, out_dim: int, out_value_bytes: int = 2
-) -> int:
-    """A packed matrix, read once for all tokens, with 16-bit tokens in and values out."""
-    return weight_bytes + tokens * (2 * in_dim + out_value_bytes * out_dim)
-
-
-def distinct_experts(tokens: int, top_k: int, num_experts: int) -> float:
-    """Expected number of experts that some token wants, where all are wanted alike."""
-    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
-
-
-def expert_mix_bytes(
-    distinct: float, expert_bytes: int, tokens: int, top_k: int, hidden: int, inner: int
-) -> float:
-    """Routed experts: each distinct one read once; 16-bit tokens in, 16-bit inner values out and in, fp32 out."""
-    return distinct * expert_bytes + tokens * (6 * hidden + 4 * top_k * inner)
-
-
-def expert_mix_flops(tokens: int, top_k: int, hidden: int, inner: int) -> int:
-    """Three products of each of a token's experts."""
-    return tokens * top_k * 3 * linear_flops(1, hidden, inner)

@@ -15,7 +15,7 @@ from packhorse.plan import account
 from packhorse.plan.place import Footprint, Placement
 
 LOW, EXPECTED, HIGH = 0, 1, 2
-TAIL_LEN = 64
+QUESTION_LEN = 64
 """Tokens of the follow-up question that is predicted."""
 LONG_PROMPT = 1024
 """Tokens from which on Hopper has a kernel of its own for a prompt's attention, as kernels.attention.flash has it."""
@@ -171,7 +171,7 @@ class _Step:
         sweeps = ceil_div(num_tokens, where.sweep_len)
         return max(self._compute_s(0, num_tokens), sweeps * self._stream_s() + once_more)
 
-    def tail_s(self, context: int, num_tokens: int = TAIL_LEN) -> float:
+    def tail_s(self, context: int, num_tokens: int = QUESTION_LEN) -> float:
         """A follow-up of so many tokens after `context` tokens, to its first token."""
         work = max(self._compute_s(context, num_tokens), self._stream_s())
         return work + self._kv_s(context) + self._kernels_s
