@@ -1,6 +1,7 @@
 """What is compiled while weights are read; that nothing else is launched is shown on a card."""
 
 import dataclasses
+from threading import Event
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import kernel_list
 from packhorse.core.errors import UsageError
 from packhorse.core.formats import PACKED
+from packhorse.engine import kernels
 from packhorse.engine.kernels import first_kernels
 from packhorse.facts.known import known_model
 from packhorse.facts.model import ModelFacts, StoredMatrix
@@ -59,3 +61,23 @@ def test_dense_models_and_types_without_kernels():
     assert "delta_step" in found and not any(name.startswith("expert") for name in found)
     with pytest.raises(UsageError):
         first_kernels(facts, torch.float32, "fp32", 1, False, 90)
+
+
+def test_a_load_that_failed_compiles_nothing_more(monkeypatch):
+    """The compiler is asked between kernels; what it raises then ends the thread without a word."""
+    done, stop = [], Event()
+
+    def prepare(variants, device, progress):
+        for number in range(len(variants)):
+            progress(number, len(variants))
+            done.append(number)
+            if number == 2:
+                stop.set()
+
+    monkeypatch.setattr(kernels, "prepare", prepare)
+    monkeypatch.setattr(kernels, "target_of", lambda device: Target(90))
+    settings = (torch.float16, "fp8", 1, False, torch.device("cpu"))
+    kernels.compile_ahead(stop, facts_of("qwen3.6-27b"), *settings)
+    assert done == [0, 1, 2]
+    kernels.compile_ahead(Event(), facts_of("qwen3.6-27b"), *settings)
+    assert len(done) > 6
