@@ -306,6 +306,30 @@ def test_cancelled_and_resumed(family, exact):
     assert spared > 6
 
 
+def test_what_a_failed_unit_left_is_not_kept(monkeypatch):
+    """It may have changed its layer's state: whoever cancels then has the prompt read from the beginning."""
+    model, request = tiny_model("qwen3_5", True), Request("r", tuple(IDS[:400]), SamplingParams(max_tokens=1))
+    engine = engine_of(model, clock=Ticking(), ram=1 << 26)
+    unit, left = engine.sweeper._run_unit, [3]
+
+    def failing(sweep):
+        logits = unit(sweep)
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError
+        return logits
+
+    monkeypatch.setattr(engine.sweeper, "_run_unit", failing)
+    engine.add(request)
+    with pytest.raises(MemoryError):
+        run_all(engine)
+    engine.cancel("r")
+    ask(engine, IDS[:400])
+    fresh = engine_of(model)
+    ask(fresh, IDS[:400])
+    assert torch.equal(engine.runner.logits["r", 399], fresh.runner.logits["r", 399])
+
+
 def test_what_a_cancelled_sweep_had_done_counts_and_gives_way():
     """It takes no more host memory than was given, the oldest makes room for others, and without room there is none."""
     model = tiny_model("qwen3_5", False)

@@ -58,6 +58,8 @@ class SweepRunner:
         self._clock = clock
         self._times: dict[tuple[bool, bool], tuple[float, int]] = {}
         self._sweep: Sweep | None = None
+        # Whose unit is being computed, or failed: it may have changed the state of its layer.
+        self._computing: LiveSequence | None = None
         self._views: Sequence[KVView] = ()
         self._ids = self._positions = torch.empty(0)
         self._weights: tuple[int, LayerWeights] | None = None
@@ -86,7 +88,9 @@ class SweepRunner:
                 ahead = sum(unit.expected for unit in sent)
                 if expected is None or self._last - began + ahead + expected > budget_s:
                     break
+            self._computing = sweep.works[sweep.index].sequence
             logits, begun = self._run_unit(sweep), True
+            self._computing = None
             sweep.advance()
             sent.append(_Sent(key, length, expected or 0.0, self._mark()))
             if len(sent) > AHEAD or sent[0].over is None:
@@ -97,9 +101,10 @@ class SweepRunner:
 
     @torch.inference_mode()
     def keep(self, sweep: Sweep, sequence: LiveSequence) -> None:
-        """The sequence is about to leave the sweep: keep what has been done of it, where there is room for that."""
+        """The sequence is about to leave the sweep: keep what has been done of it, where there is room for that, and
+        no unit of it failed."""
         index = sweep.num_passed(sequence)
-        if sweep is not self._sweep or not (sweep.layer or index):
+        if sweep is not self._sweep or sequence is self._computing or not (sweep.layer or index):
             return
         request = sequence.request
         if request.prompt_logprobs is not None:
