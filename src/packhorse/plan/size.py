@@ -293,7 +293,7 @@ def choose_chunk_len(
         size = workspace_bytes(facts, replace(config, chunk_len=chunk), dtype, kv)
         if length <= CHUNK_LEN or not (slow or size > available_bytes // CHUNK_SHARE):
             return chunk
-        length //= 2
+        length = max(CHUNK_LEN, length // 2)
 
 
 def card_flops(arch: int, num_sms: int) -> float:
