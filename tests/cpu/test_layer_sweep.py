@@ -406,6 +406,34 @@ def test_a_failing_unit_ends_its_request_alone(monkeypatch):
     assert engine.store.stats.pages_free == 160 and engine.store.stats.snapshots == 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+def test_a_sweep_that_fails_to_begin_ends_its_first_request_alone(family, monkeypatch):
+    """After the store had prepared it for all of them."""
+    model = tiny_model(family, True)
+    want = ask(engine_of(model, sweep=False), IDS[:150], max_tokens=3)[0]
+    engine = engine_of(model)
+    for name, ids in ("bad", IDS[300:470]), ("good", IDS[:150]):
+        engine.add(Request(name, tuple(ids), SamplingParams(max_tokens=3)))
+    begin, calls = engine.store.begin_sweep, []
+
+    def failing(spans):
+        views = begin(spans)
+        calls.append(len({span.slot for span in spans}))
+        if len(calls) == 1:
+            raise MemoryError
+        return views
+
+    monkeypatch.setattr(engine.store, "begin_sweep", failing)
+    with pytest.raises(MemoryError):
+        run_all(engine)
+    [event] = engine.recover(ComputeError("It failed."))
+    assert event.request_id == "bad" and event.finish is FinishReason.ERROR
+    assert [t for e in run_all(engine)["good"] for t in e.token_ids] == want
+    assert calls == [2, 1]
+    engine.store.clear()
+    assert engine.store.stats.pages_free == 160 and engine.store.stats.snapshots == 0
+
+
 def test_short_of_snapshots_marks_come_first():
     """With one slot the prompt's end has it; others' documents lose none for the grid's sake."""
     model = tiny_model("qwen3_5", False)

@@ -204,13 +204,25 @@ class Engine:
             raise error
         events = [self._fail(sequence, why) for sequence, why in step.refused if sequence.id in self._outputs]
         if step.sweep is not None:
-            return events + ([self._fail(step.sweep.next_sequence, error)] if step.sweep.works else [])
+            return events + self._recover_sweep(step.sweep, error)
         live = self._live_works(step)
         if self._drawn or len(live) == 1:
             return events + [self._fail(work.sequence, error) for work in live]
         self._rewind(work.sequence for work in live)
         self.scheduler.isolate(live)
         return events
+
+    def _recover_sweep(self, sweep: Sweep, error: PackhorseError) -> list[Event]:
+        """End whose unit failed. Where the sweep had not come to be yet, the others go back and begin another."""
+        if not sweep.works:
+            return []
+        failed = sweep.next_sequence
+        if self.sweeper is not None and not self.sweeper.has_begun(sweep):
+            others = [sequence for sequence in sweep.sequences if sequence is not failed]
+            self._rewind(others)
+            for sequence in others:
+                self.scheduler.leave_sweep(sequence)
+        return [self._fail(failed, error)]
 
     def probe(self) -> None:
         """Compute a prompt of one token, while nobody runs: raises what its step raises."""

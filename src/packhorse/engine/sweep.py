@@ -64,6 +64,10 @@ class SweepRunner:
         self._ids = self._positions = torch.empty(0)
         self._weights: tuple[int, LayerWeights] | None = None
 
+    def has_begun(self, sweep: Sweep) -> bool:
+        """Whether units of this sweep can be computed: all that it needs was prepared."""
+        return sweep is self._sweep
+
     @property
     def storage_bytes(self) -> int:
         """Bytes of the buffer."""
