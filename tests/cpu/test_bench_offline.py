@@ -19,6 +19,7 @@ from engines import ask, make_engine, tiny_model
 from packhorse.bench import history, offline
 from packhorse.bench.card import READ
 from packhorse.bench.offline import Settings, measure
+from packhorse.cli import bench_offline
 from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import ComputeError, CorruptFileError, DoesNotFitError, RefusedError, UsageError
@@ -296,7 +297,10 @@ def run_document(tok_s: float, spread: float, name: str = "m") -> dict:
         "step_s": {"p99": 0.01}, "experts": {"hit_rate": 0.5},
     }  # fmt: skip
     prefill = {"context": 64, "tok_s": 10 * tok_s, "range_tok_s": [10 * tok_s] * 2}
-    load = {"vram": None, "memory": {"used_bytes": 100}, "prefill": [prefill], "decode": [row]}
+    tail = {"context": 64, "tail": 9, "seconds": [(100 + step * spread) / tok_s for step in (-1, 0, 1)]}
+    beside = {"context": 64, "gap_s": {"max": 30 / tok_s}}
+    load = {"vram": None, "memory": {"used_bytes": 100}, "prefill": [prefill], "decode": [row],
+            "load_s": 7.0, "tails": [tail], "beside": beside}  # fmt: skip
     return {"version": 1, "model": {"name": name}, "settings": {"decode": 5}, "loads": [load],
             "time": "now", "commit": None}  # fmt: skip
 
@@ -310,6 +314,10 @@ def test_what_is_noise(before, after, spread, verdict):
     by_figure = {one.figure: one for one in found}
     assert by_figure["decode tok/s"].verdict == verdict
     assert by_figure["decode tok/s"].change == pytest.approx(after / before - 1)
+    assert by_figure["first token s"].verdict == verdict
+    assert by_figure["first token s"].change == pytest.approx(before / after - 1)
+    assert by_figure["longest gap s"].change == pytest.approx(before / after - 1)
+    assert by_figure["longest gap s"].verdict == by_figure["seconds"].verdict == ""
     # Measured once: 3 % to each side are noise.
     assert by_figure["prefill tok/s"].verdict == ("noise" if abs(after - before) < 6 else verdict.replace(
         "noise", "faster"))  # fmt: skip
@@ -335,8 +343,14 @@ def test_which_runs_are_compared(tmp_path):
     for names in (("3", None), ("5", None), ("0", "1"), ("nothing", "1")):
         with pytest.raises(UsageError):
             history.choose(tmp_path, *names)
-    with pytest.raises(UsageError, match="no two runs"):
+    with pytest.raises(UsageError, match="There is no run in"):
         history.choose(tmp_path / "empty", None, None)
+    for name, words in (("1", "No run before run 1 has its"), ("3", "No run before run 3 has its")):
+        with pytest.raises(UsageError, match=f"{words} model .* among 4 .*Alike are 1 and 2, 2 and 4;"):
+            history.choose(tmp_path, name, None)
+    file.write_text(json.dumps(run_document(9, 0, "third")))
+    with pytest.raises(UsageError, match=f"No run has {file}'s model"):
+        history.choose(tmp_path, str(file), None)
     file.write_bytes(b"\xd4\x00")
     with pytest.raises(CorruptFileError, match="is no run"):
         history.choose(tmp_path, str(file), "1")
@@ -377,7 +391,29 @@ def test_command(tmp_path, capsys):
     assert cli.run(["bench", "compare", "--history", str(tmp_path)]) == 0
     assert "decode tok/s" in capsys.readouterr().out
     assert cli.run(["bench", "compare", "1", "2", "--json", "--history", str(tmp_path)]) == 0
-    assert len(json.loads(capsys.readouterr().out)["differences"]) == 5
+    assert len(json.loads(capsys.readouterr().out)["differences"]) == 6
+
+
+@pytest.mark.parametrize(("option", "words"), [
+    ("--report=/nonexistent/x.json", "folder that does not exist"), ("--report=/", "is a folder"),
+    ("--report=/proc/x.json", "cannot be written"), ("--history=/proc/x", "cannot be written"),
+])  # fmt: skip
+def test_what_cannot_be_written_is_said_before_the_work(option, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(offline, "measure", lambda *_: pytest.fail("work began"))
+    folder = str(oracle.shared_checkpoint("llama")[1])
+    assert cli.run(["bench", "offline", folder, "--history", str(tmp_path), option]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 2 and captured.out == ""
+
+
+def test_a_report_that_fails_after_the_work_costs_no_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_offline, "check_file", lambda file: None)
+    folder = str(oracle.shared_checkpoint("llama")[1])
+    args = ["bench", "offline", folder, "--fill-kv", "--contexts", "64", "--decode", "5", "--threads", "1"]
+    assert cli.run([*args, "--history", str(tmp_path), "--report", str(tmp_path / "no" / "x")]) == 1
+    captured = capsys.readouterr()
+    assert "K and V are random" in captured.out and "cannot be written" in captured.err
+    assert len(history.runs(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("args", [

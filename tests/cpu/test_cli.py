@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from packhorse import __version__
 from packhorse.cli import main as cli
-from packhorse.cli.common import as_typed
+from packhorse.cli.common import as_typed, check_file, check_folder, progress_bar
 from packhorse.core.errors import (
     DoesNotFitError,
     NetworkError,
@@ -24,6 +24,7 @@ from packhorse.core.errors import (
     RefusedError,
     UsageError,
 )
+from packhorse.core.units import MIB, parse_bytes
 
 OPTIONS = Path(__file__).with_name("cli_options.json")
 LLAMA = {
@@ -353,6 +354,66 @@ def test_offline_and_cache(tmp_path, capsys, cache_dir):
     assert error["kind"] == "network"
     assert error["folder"].startswith(str(tmp_path / "other"))
     assert not cache_dir.exists() and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("text", ["10.4", "1048575", " 4096 ", "0.5"])
+def test_a_small_size_without_a_unit_is_refused(text):
+    with pytest.raises(UsageError, match=f"no unit.*Write {text.strip()}GiB"):
+        parse_bytes(text)
+
+
+def test_sizes():
+    sizes = {
+        "0": 0,
+        "1048576": MIB,
+        "4096B": 4096,
+        "10.4GiB": int(10.4 * 1024 * MIB),
+        "2GB": 2 * 10**9,
+        "1k": 1000,
+    }
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+
+
+def test_a_range_is_shown_whole(capsys):
+    assert cli.run(["ask", "x", "--max-tokens", "-3", "Why?"]) == 2
+    assert "not in [1, 2147483648]" in capsys.readouterr().err
+
+
+def test_a_file_is_tried_before_the_work(tmp_path):
+    there, new, locked = tmp_path / "there", tmp_path / "new", tmp_path / "a" / "b"
+    there.write_text("kept")
+    for path in (None, there, new, Path(os.devnull)):
+        check_file(path)
+    assert there.read_text() == "kept" and not new.exists()
+    for path in (tmp_path, locked, Path("/proc/x")):
+        with pytest.raises(UsageError):
+            check_file(path)
+    check_folder(locked)
+    assert locked.is_dir() and not list(locked.iterdir())
+    for path in (there, Path("/proc/x")):
+        with pytest.raises(UsageError, match="cannot be written"):
+            check_folder(path)
+
+
+@pytest.mark.parametrize("count", [0, 245_759])
+def test_a_bar_fits_a_terminal(monkeypatch, count):
+    """Of 80 columns: the label is cut, and the figures are whole."""
+    from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    label, total = "loading hf:someone/Qwen3.6-35B-A3B-int4-g128 (Qwen3.6-35B-A3B)", 245_760
+    for figures, words in (
+        ((MofNCompleteColumn(), TimeRemainingColumn()), [f"{count}/245760", "-:--:--"]),
+        ((DownloadColumn(True), TransferSpeedColumn()), ["/240.0 KiB", "?"]),
+    ):
+        bar = progress_bar(*figures)
+        bar.add_task(label, total=total, completed=count)
+        with bar.console.capture() as shown:
+            bar.console.print(bar.get_renderable())
+        [line] = shown.get().splitlines()
+        assert len(line) <= 80 and line.startswith("loading hf:someone/") and "…" in line
+        assert all(word in line for word in words)
 
 
 def test_progress_bar_is_for_terminals(monkeypatch, capsys):

@@ -88,6 +88,21 @@ def test_without_a_card(tmp_path, capsys):
     assert "doctor" in json.loads(capsys.readouterr().out)["sources"][0]
 
 
+@pytest.mark.parametrize("more", [[], ["--save-profile"]])
+def test_a_cache_that_cannot_be_made(more, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda *_: pytest.fail("work began"))
+    code, out, err = run(capsys, "/proc/nope", *more)
+    assert code == 2 and out == "" and "/proc/nope cannot be written" in err
+
+
+def test_why_there_is_no_card_and_one_thread(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "measured_cards", lambda *_: ([], "there is no NVIDIA driver"))
+    monkeypatch.setattr(doctor, "memory_rates", lambda _: {1: 1e9, 2: 2e9})
+    _, out, _ = run(capsys, tmp_path)
+    assert "No card was found: there is no NVIDIA driver; nvidia-ml-py is not installed." in out
+    assert "1 thread reads 1.0 GB/s" in out and "2 threads read 2.0 GB/s" in out
+
+
 def test_without_a_card_torch_is_not_imported(tmp_path):
     code = "import sys; from pathlib import Path; from packhorse.bench import doctor\n"
     code += "doctor.MEMORY_BYTES = 1 << 20; doctor.disk_rates = lambda folder: {'read_4096k': 1e9}\n"

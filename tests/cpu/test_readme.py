@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def test_python_example(monkeypatch, capsys, tmp_path):
 
 
 def command_lines() -> list[list[str]]:
-    blocks = re.findall(r"```\n(.*?)```", README, re.DOTALL)
+    shell = re.sub(r"```python\n.*?```", "", README, flags=re.DOTALL)
+    blocks = re.findall(r"```\n(.*?)```", shell, re.DOTALL)
     lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()]
     return [shlex.split(line) for line in lines]
 
@@ -46,11 +48,37 @@ def test_commands_exist(words):
     if program.startswith("scripts/"):
         assert (ROOT / program).stat().st_mode & 0o100 and not args
         return
-    assert program == ".venv/bin/packhorse"
+    if program != ".venv/bin/packhorse":
+        check_install(words)
+        return
     # Parses as it is, and stops before anything is done.
     context = cli.load_command(args[0]).make_context(args[0], args[1:])
     for path in context.params.get("document") or []:
         assert (ROOT / path).is_file()
+
+
+def check_install(words: list[str]) -> None:
+    """A line that makes the environment, installs what pyproject.toml has, or asks torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    parts = [f".[{extra}]" for extra in project["optional-dependencies"]]
+    if words[:4] == [".venv/bin/python", "-m", "pip", "install"]:
+        assert words[4:] in [[part] for part in project["dependencies"]] + [["-e", part] for part in parts]
+    elif words[:2] == [".venv/bin/python", "-c"]:
+        exec(words[2], {})
+    else:
+        assert words == ["python3", "-m", "venv", ".venv"]
+
+
+def test_what_a_card_needs():
+    """The extras that the README names, the pin of scripts/, and the option."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(re.findall(r"gpu-cu\d+", README)) == {name for name in extras if name.startswith("gpu-")}
+    for name in ("gpu-cu12", "gpu-cu13"):
+        assert f"cuda-bindings>={name[-2:]},<{int(name[-2:]) + 1}" in extras[name]
+        assert any(part.startswith("nvidia-ml-py") for part in extras[name])
+    [pin] = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"pin torch to\n{pin}" in README
 
 
 def test_usage_names_every_command_and_option():

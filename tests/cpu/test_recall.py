@@ -220,6 +220,18 @@ def test_the_demo_finds_facts_in_a_long_document(monkeypatch, capsys):
     assert "/nowhere is not there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--report", "--html"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_read(option, capsys):
+    assert main.run(["verify", "recall", "/no/model", option, "/nonexistent/x"]) == 2
+    assert "folder that does not exist" in capsys.readouterr().err
+
+
+def test_a_report_whose_folder_goes_away(tmp_path):
+    report = Report(tmp_path / "gone" / "x.json", {})
+    with pytest.raises(PackhorseError, match="cannot be written: No such file"):
+        report.save()
+
+
 def test_report_resumes_where_it_was_cut(tmp_path):
     path = tmp_path / "report.json"
     ours = asker("recall-dense")

@@ -106,6 +106,12 @@ def test_command(url, capsys, tmp_path):
     assert "of 6 requests failed" in capsys.readouterr().err
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_a_request(capsys):
+    args = ["bench", "serve", "--against", "http://127.0.0.1:9", "--report", "/nonexistent/z.json"]
+    assert cli.run(args) == 2
+    assert "folder that does not exist" in capsys.readouterr().err
+
+
 def test_what_is_refused(url):
     with pytest.raises(UsageError, match="requests is 0"):
         Load(requests=0)

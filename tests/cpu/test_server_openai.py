@@ -358,6 +358,9 @@ def test_errors_have_types_fields_and_ids(client):
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
     assert unknown.value.code == "model_not_found" and unknown.value.request_id.startswith("req-")
+    with pytest.raises(openai.BadRequestError, match="model is missing; 'tiny' is served") as missing:
+        client.post("/chat/completions", body={"messages": []}, cast_to=object)
+    assert missing.value.code == "missing" and missing.value.param == "model"
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}], temperature=-1

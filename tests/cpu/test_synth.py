@@ -130,10 +130,12 @@ def test_what_is_refused(tmp_path, monkeypatch):
     for arguments, match in (
         ({"like": "qwen9"}, "qwen9"),
         ({"recipe_name": "int3"}, "int3"),
-        ({"recipe_name": "int5"}, "int5-g128, which is not made up"),
+        ({"recipe_name": "int5"}, "'int5' is not made up. Choose int4, int8, balanced, fp32, bf16, fp16"),
+        ({"recipe_name": "fp8"}, "'fp8' is not made up"),
+        ({"router": "zipf"}, "qwen3.6-27b has no experts for the router zipf"),
         ({"recipe_name": "2.5bit"}, "2.5bit"),
         ({"router": "flat"}, "router 'flat'"),
-        ({"layers": 999}, "999 layers were asked for"),
+        ({"layers": 999}, "999 layers were asked for, and the model has 64. Ask for 1 to 64"),
         ({"layers": 0}, "0 layers were asked for"),
     ):
         with pytest.raises(UsageError, match=match):

@@ -36,7 +36,8 @@ def findings(seen: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _host(seen)
     yield from _disk(seen["disk"])
     if not seen["cards"]:
-        yield Finding("note", f"No card was found: {seen['no_cards']}.", "Models run on the CPU.")
+        why = "; ".join(cause for cause in (seen["unmeasured"], seen["no_cards"]) if cause)
+        yield Finding("note", f"No card was found: {why}.", "Models run on the CPU.")
     elif seen["unmeasured"]:
         yield Finding("note", f"Cards were not measured: {seen['unmeasured']}.", "Their listed rates count.")
     for index, card in enumerate(seen["cards"]):
@@ -107,7 +108,10 @@ def _software(name: str, card: Mapping[str, Any], torch: str) -> Iterator[Findin
         text = f"{name}: the driver {card['driver']} runs CUDA {cuda}, and torch is {torch}."
         yield Finding("error", text, f"Update the driver, or install torch for CUDA {cuda} or older.")
     if torch.endswith("+cpu"):
-        yield Finding("error", f"{name} is there, and torch is {torch}.", "Install a CUDA build of torch.")
+        build = f"for CUDA {cuda} or older" if cuda else "for CUDA"
+        yield Finding(
+            "error", f"{name} is there, and torch is {torch}.", f"Install a torch that was built {build}."
+        )
     wrong = card.get("measured", {}).get("graph")
     if wrong:
         text = f"{name} fails the test of a captured graph: {wrong}."

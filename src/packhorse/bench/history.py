@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from packhorse.core.errors import CorruptFileError, UsageError
 
 FILE = "bench-offline.jsonl"
+FIRST_TOKEN = "first token s"
+MAX_PAIRS = 5
+"""Pairs of runs alike that an error names, the last ones."""
 SLACK = 0.01
 """What a range of a run's fifths is widened by to each side: less than this is never called a difference."""
 SLACK_ONCE = 0.03
@@ -64,19 +68,34 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
 
 def choose(folder: Path, first: str | None, second: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two runs by number or file; one that is not named is the one before the other of the same settings, and the
-    last of all. Raises UsageError where there is no such run."""
+    last of all. Raises UsageError where there is no such run, which names the pairs that there are."""
     kept = runs(folder)
     if first is not None and second is not None:
         return _find(kept, first), _find(kept, second)
     after = _find(kept, first) if first is not None else (kept[-1] if kept else None)
     earlier = kept if after is None or after not in kept else kept[: len(kept) - 1 - kept[::-1].index(after)]
     before = next((run for run in reversed(earlier) if after is not None and same(run, after)), None)
-    if after is None or before is None:
+    if after is None:
         raise UsageError(
-            f"There are no two runs of the same settings among {len(kept)} in {folder / FILE}.",
-            hint="Run bench offline twice, or name two runs by number or file.",
+            f"There is no run in {folder / FILE}.", hint="Run bench offline twice, or name two files."
+        )
+    if before is None:
+        found = ", ".join(f"{one} and {other}" for one, other in _pairs(kept)[-MAX_PAIRS:])
+        whose = f"before run {len(earlier) + 1} has its" if after in kept else f"has {first}'s"
+        raise UsageError(
+            f"No run {whose} model and settings, among {len(kept)} in {folder / FILE}.",
+            hint=f"Alike are {found or 'none'}; any two can be named, by number or file.",
         )
     return before, after
+
+
+def _pairs(kept: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Numbers of runs of the same settings, each with the last one before it."""
+    pairs = []
+    for after in range(len(kept)):
+        before = [number for number in range(after) if same(kept[number], kept[after])]
+        pairs += [(before[-1] + 1, after + 1)] if before else []
+    return pairs
 
 
 def _find(kept: list[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -93,11 +112,11 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
-    """Figures that both runs have. Speeds differ where their ranges (of fifths of the steps, or of several prompts)
-    do not meet; else the difference is noise."""
+    """Figures that both runs have. Speeds differ where their ranges (of fifths of the steps, of several prompts,
+    or of several further questions) do not meet; else the difference is noise."""
     old = dict(_figures(before))
     return [
-        Difference(*key, old[key][0], value, _verdict(old[key], (value, spread)))
+        Difference(*key, old[key][0], value, _verdict(old[key], (value, spread), key[1] == FIRST_TOKEN))
         for key, (value, spread) in _figures(after)
         if key in old
     ]
@@ -110,6 +129,7 @@ def _figures(run: dict[str, Any]) -> Iterator[tuple[tuple[str, str], _Figure]]:
     """((where, figure), (value, range)) of all that is compared."""
     for load in run["loads"]:
         cap = "" if load["vram"] is None else f"cap {load['vram']}, "
+        yield (f"{cap}loaded", "seconds"), (load["load_s"], None)
         if load["memory"]["used_bytes"]:
             yield (f"{cap}loaded", "used bytes"), (load["memory"]["used_bytes"], None)
         for row in load["prefill"]:
@@ -117,6 +137,13 @@ def _figures(run: dict[str, Any]) -> Iterator[tuple[tuple[str, str], _Figure]]:
                 (f"{cap}{row['context']:,} tokens", "prefill tok/s"),
                 (row["tok_s"], tuple(row["range_tok_s"])),
             )
+        for row in load["tails"]:
+            seconds = row["seconds"]
+            where = f"{cap}{row['context']:,} tokens + {row['tail']:,}"
+            yield (where, FIRST_TOKEN), (median(seconds), (min(seconds), max(seconds)))
+        if load["beside"] is not None:
+            where = f"{cap}{load['beside']['context']:,} tokens beside"
+            yield (where, "longest gap s"), (load["beside"]["gap_s"]["max"], None)
         for row in load["decode"]:
             where = f"{cap}{row['context']:,} tokens x {row['sequences']}"
             yield (where, "decode tok/s"), (row["tok_s"], tuple(row["range_tok_s"]))
@@ -125,13 +152,14 @@ def _figures(run: dict[str, Any]) -> Iterator[tuple[tuple[str, str], _Figure]]:
                 yield (where, "hit rate"), (row["experts"]["hit_rate"], None)
 
 
-def _verdict(before: _Figure, after: _Figure) -> str:
+def _verdict(before: _Figure, after: _Figure, less: bool) -> str:
+    """less: the smaller figure is the faster one."""
     if before[1] is None or after[1] is None:
         return ""
     (low_a, high_a), (low_b, high_b) = (_widened(spread) for spread in (before[1], after[1]))
-    if low_b > high_a:
-        return "faster"
-    return "slower" if high_b < low_a else "noise"
+    if low_b <= high_a and low_a <= high_b:
+        return "noise"
+    return "faster" if (low_b > high_a) != less else "slower"
 
 
 def _widened(spread: tuple[float, float]) -> tuple[float, float]:

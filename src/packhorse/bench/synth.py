@@ -31,6 +31,8 @@ from packhorse.models.params import Part
 from packhorse.models.writer import TensorSpec, shard_bytes, shard_name, write_index, write_json, write_shard
 
 ROUTERS = ("uniform", "zipf")
+MADE = ("int4", "int8", "balanced", *COMPUTE_DTYPES)
+"""Recipes whose formats are made up here."""
 SHARD_BYTES = 4 * GIB
 ZIPF = 1.0
 """Exponent of the skew: expert number r of a layer is wanted as r^-ZIPF."""
@@ -61,11 +63,16 @@ def synthesize(
     """
     if router not in ROUTERS:
         raise UsageError(f"The router {router!r} is not known.", hint=f"Choose {' or '.join(ROUTERS)}.")
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} is not empty.", hint="Give a folder that is not there yet.")
+    if recipe_name not in MADE:
+        raise UsageError(f"The recipe {recipe_name!r} is not made up.", hint=f"Choose {', '.join(MADE)}.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        problem = "is not empty" if out.is_dir() else "is a file"
+        raise UsageError(f"{out} {problem}.", hint="Give a folder that is not there yet.")
     config = _shortened(known_config(like), layers)
     fields = config_fields(config, out / "config.json")
     facts = ModelFacts(name=like, path=out, container="safetensors", **fields)
+    if router == "zipf" and facts.moe is None:
+        raise UsageError(f"{like} has no experts for the router zipf.", hint="Leave out --router.")
     maker = _Maker(facts, recipe(recipe_name), router, seed)
     shards = maker.shards()
     total = sum(shard_bytes(maker.specs(shard)) for shard in shards)
@@ -96,7 +103,7 @@ def _shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
         most = text["num_hidden_layers"]
         if not 1 <= layers <= most:
             raise UsageError(
-                f"{layers} layers were asked for, and the model has {most}.", hint="Ask for some."
+                f"{layers} layers were asked for, and the model has {most}.", hint=f"Ask for 1 to {most}."
             )
         text["num_hidden_layers"] = layers
         if "layer_types" in text:
@@ -139,13 +146,7 @@ class _Maker:
         name = self.recipe.formats.get(kind, self.recipe.rest)
         if len(part.shape) < 2 or part.shape[-2] == 1 or name is None:
             return None
-        form = PACKED.get(name)
-        if form is None or form.kind != "symmetric" or form.bits not in (4, 8):
-            raise UsageError(
-                f"The recipe {self.recipe.name} has {name}, which is not made up.",
-                hint="Choose int4 or int8.",
-            )
-        return form
+        return PACKED[name]
 
     def shards(self) -> list[list[tuple[Part, PackedFormat | None, bool]]]:
         """Parts of each file."""

@@ -22,13 +22,15 @@ from packhorse.cli.common import (
     RamOption,
     StoreOption,
     VramOption,
+    check_file,
     close_session,
     note,
     print_json,
     store_fields,
+    write_file,
 )
 from packhorse.core.config import EngineConfig
-from packhorse.core.errors import PackhorseError, UsageError
+from packhorse.core.errors import UsageError
 from packhorse.text.cite import CITE_REQUEST, check_quotes
 from packhorse.text.documents import Document, Prompt, compose
 
@@ -140,8 +142,7 @@ def command(
     citations = say_quotes(answer.text, documents, say) if cite else {}
     if json:
         print_json(describe(model, session.facts.name, answer, documents, notes) | citations)
-    if stats is not None:
-        write_stats(stats, answer)
+    write_file(stats, jsonlib.dumps({**answer.counts, **answer.timings}) + "\n")
     sys.stdout.flush()
     print(answer.summary, file=sys.stderr)
 
@@ -154,8 +155,7 @@ def check_options(
         raise UsageError("--system needs a chat, and --raw has none.", hint="Leave out one of them.")
     if cite and not document:
         raise UsageError("--cite quotes documents, and there is none.", hint="Give --document FILE.")
-    if stats is not None:
-        check_writable(stats)
+    check_file(stats)
 
 
 def say_quotes(answer: str, documents: Sequence[Document], say: Callable[[str], None]) -> dict[str, Any]:
@@ -212,20 +212,3 @@ def describe(
         ],
         "notes": list(notes),
     }
-
-
-def check_writable(file: Path) -> None:
-    """Raises UsageError where figures could not be written: better said before the work than after it."""
-    if file.is_dir() or not file.parent.is_dir():
-        problem = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
-        raise UsageError(f"{file} {problem}.", hint="Give a file in a folder that is there.")
-
-
-def write_stats(file: Path, answer: Answer) -> None:
-    """Write the figures. Raises PackhorseError where the file cannot be written."""
-    try:
-        file.write_text(jsonlib.dumps({**answer.counts, **answer.timings}) + "\n")
-    except OSError as error:
-        raise PackhorseError(
-            f"{file} cannot be written: {error.strerror or error}.", hint="The answer above is complete."
-        ) from error

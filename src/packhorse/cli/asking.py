@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.common import find_model, title
+from packhorse.cli.common import find_model, progress_bar, title
 from packhorse.core.config import EngineConfig
 from packhorse.core.types import FinishReason, SamplingParams
 from packhorse.facts.read import read_model
@@ -304,9 +304,6 @@ def _count_progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _bar() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    label = TextColumn("{task.description}", markup=False)
-    columns = (label, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return progress_bar(MofNCompleteColumn(), TimeRemainingColumn())

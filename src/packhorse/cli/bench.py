@@ -13,7 +13,7 @@ import typer
 
 from packhorse.bench.serve import Load, Target, run_load
 from packhorse.cli import bench_offline as offline
-from packhorse.cli.common import JsonOption, byte_progress, note, print_json
+from packhorse.cli.common import JsonOption, byte_progress, check_file, note, print_json, write_file
 from packhorse.core.errors import UsageError
 from packhorse.core.units import format_bytes
 
@@ -42,7 +42,7 @@ First = Annotated[str | None, _argument("[TARGET]", "offline: the model. synth: 
 Second = Annotated[str | None, _argument("[AFTER]", "compare: the later run; TARGET is the earlier one.")]
 Against = Annotated[str | None, _option("--against", "URL", "serve: the server's address.")]
 Like = Annotated[str | None, _option("--like", "NAME", "synth: the model to take the shapes of.")]
-RecipeName = Annotated[str, _option("--recipe", "NAME", "synth: int4 or int8.")]
+RecipeName = Annotated[str, _option("--recipe", "NAME", "synth: int4, int8, balanced or a type.")]
 Router = Annotated[str, _option("--router", None, "synth: experts wanted alike (uniform) or not (zipf).")]
 Layers = Annotated[int | None, _option("--layers", "N", "synth: the first N layers. [default: all]")]
 ModelName = Annotated[str | None, _option("--model", None, "serve: [default: the first that it names]")]
@@ -115,6 +115,7 @@ def command(
             requests=requests, clients=clients, prompt_words=prompt_words, shared_words=shared_words,
             max_tokens=max_tokens, rate=rate, seed=seed,
         )  # fmt: skip
+        check_file(report)
         _serve(against, load, model, api_key, report, json)
 
 
@@ -123,12 +124,11 @@ def _serve(
 ) -> None:
     server = Target(against, api_key or os.environ.get("OPENAI_API_KEY"), load.timeout)
     document = {"server": against, **run_load(server, load, model).document}
-    if report is not None:
-        report.write_text(jsonlib.dumps(document, indent=1) + "\n")
     if json:
         print_json(document)
     else:
         print(table(document))
+    write_file(report, jsonlib.dumps(document, indent=1) + "\n")
     if document["errors"]:
         failed = sum(document["errors"].values())
         kinds = ", ".join(f"{kind} x{count}" for kind, count in document["errors"].items())

@@ -13,7 +13,7 @@ import typer
 from packhorse.bench import history
 from packhorse.bench.origin import origin
 from packhorse.bench.report import table
-from packhorse.cli.common import find_model, note, print_json
+from packhorse.cli.common import check_file, check_folder, find_model, note, print_json, write_file, writing
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError
 from packhorse.core.units import parse_bytes
@@ -63,15 +63,19 @@ def run_offline(
     lists = {name: numbers(settings[name], name) for name in ("contexts", "sequences")}
     lists["tails"] = numbers(settings["tails"], "tails") if settings["tails"] else ()
     wanted = Settings(**settings | lists | {"vram": tuple(caps)})
+    check_file(report)
+    check_folder(_folder(folder))
     facts = read_model(find_model(model, None, False))
     document = measure(facts, EngineConfig(**config), wanted, note) | origin(sys.argv)
-    number = history.append(_folder(folder), document)
-    if report is not None:
-        report.write_text(jsonlib.dumps(document, indent=1, default=str) + "\n")
-    if json:
-        print_json(document)
-    else:
-        print(table(document))
+    try:  # written first, for whoever reads the table may leave, and shown whatever becomes of that
+        with writing(_folder(folder)):
+            number = history.append(_folder(folder), document)
+        write_file(report, jsonlib.dumps(document, indent=1, default=str) + "\n")
+    finally:
+        if json:
+            print_json(document)
+        else:
+            print(table(document))
     note(f"kept as run {number} in {_folder(folder)}")
 
 
@@ -87,7 +91,7 @@ def run_compare(first: str | None, second: str | None, history_folder: Path | No
         note("The runs differ in model or settings: only what both have is compared.")
     print(f"{before['time']} {before['commit']}  ->  {after['time']} {after['commit']}")
     for one in found:
-        print(f"{one.where:<32} {one.figure:<15} {one.before:>14.6g} {one.after:>14.6g} {one.change:>+8.1%}  "
+        print(f"{one.where:<40} {one.figure:<15} {one.before:>14.6g} {one.after:>14.6g} {one.change:>+8.1%}  "
               f"{one.verdict}")  # fmt: skip
 
 

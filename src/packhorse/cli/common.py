@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.core.errors import UsageError
+from packhorse.core.errors import PackhorseError, UsageError
 from packhorse.core.units import parse_bytes
 from packhorse.hub.resolve import Progress, resolve
 
@@ -111,6 +112,46 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=False, indent=1, default=str), flush=True)
 
 
+@contextmanager
+def writing(
+    path: Path, kind: type[PackhorseError] = PackhorseError, hint: str = "What was printed is complete."
+) -> Iterator[None]:
+    """A block that writes `path`. Raises an error of `kind` where that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path} cannot be written: {error.strerror or error}.", hint=hint) from error
+
+
+def write_file(file: Path | None, text: str) -> None:
+    """Write what is shown to a file too, if there is one. Raises PackhorseError where that cannot be done."""
+    if file is not None:
+        with writing(file):
+            file.write_text(text, encoding="utf-8")
+
+
+def check_file(file: Path | None) -> None:
+    """Raises UsageError where a file could not be written: better said before the work than after it."""
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir():
+        problem = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
+        raise UsageError(f"{file} {problem}.", hint="Give a file in a folder that is there.")
+    there = file.exists()
+    if not there or file.is_file():  # a pipe's reader would take closing it for the end
+        with writing(file, UsageError, "Give a file that may be written."):
+            file.open("ab").close()
+            if not there:
+                file.unlink()
+
+
+def check_folder(folder: Path) -> None:
+    """Makes the folder where it is missing. Raises UsageError where files could not be written to it."""
+    with writing(folder, UsageError, "Give a folder that may be written."):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
 def title(model: str, facts: ModelFacts) -> str:
     """A model as the person named it, and the name it gives itself where that is another."""
     return model if Path(model).name == facts.name else f"{model} ({facts.name})"
@@ -135,11 +176,9 @@ def byte_progress(label: str) -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = progress_bar(DownloadColumn(True), TransferSpeedColumn())
 
     def show(done: int, total: int) -> None:
         if not bar.tasks:
@@ -152,6 +191,19 @@ def byte_progress(label: str) -> Iterator[Progress | None]:
     finally:
         if bar.tasks:
             bar.stop()
+
+
+def progress_bar(*figures: Any) -> Any:
+    """A bar of rich on standard error between its label, which is cut where the terminal is narrow, and its figures."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    console = Console(stderr=True)
+    # 52: the bar, and the longest figures with a blank before each.
+    label = Column(no_wrap=True, overflow="ellipsis", max_width=max(8, console.width - 52))
+    text = TextColumn("{task.description}", markup=False, table_column=label)
+    return Progress(text, BarColumn(20), *figures, console=console, transient=True)
 
 
 def find_model(model: str, cache: Path | None, offline: bool, refresh: bool = False) -> Path:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from packhorse.cli import common
 from packhorse.cli.common import CacheOption, JsonOption, note, print_json
 from packhorse.cli.plan import MACHINE_FILE
 from packhorse.core.units import format_bytes
@@ -33,14 +34,16 @@ def command(
     from packhorse.bench.doctor import examine
 
     folder = cache or default_cache()
+    file = folder / MACHINE_FILE
+    common.check_folder(folder)
+    common.check_file(file if save_profile else None)
     seen = examine(folder, load)
     if json:
         print_json(seen)
     else:
         _print(seen)
     if save_profile:
-        file = folder / MACHINE_FILE
-        file.write_text(json_module.dumps(seen["profile"], indent=1) + "\n")
+        common.write_file(file, json_module.dumps(seen["profile"], indent=1) + "\n")
         note(f"plans are for this machine from now on: {file}")
     if any(finding["severity"] == "error" for finding in seen["findings"]):
         raise typer.Exit(1)
@@ -53,7 +56,7 @@ def _print(seen: dict[str, Any]) -> None:
     )
     print(f"memory   {format_bytes(hardware['ram_available'])} of {format_bytes(hardware['ram_bytes'])} free")
     for threads, rate in seen["memory_bytes_s"].items():
-        print(f"         {threads} threads read {rate / 1e9:.1f} GB/s")
+        print(f"         {threads} thread{'s read' if threads > 1 else ' reads'} {rate / 1e9:.1f} GB/s")
     print(f"disk     {format_bytes(disk['free_bytes'])} free at {disk['folder']}")
     for name, rate in disk["bytes_s"].items():
         if name != "direct":
@@ -69,7 +72,8 @@ def _print(seen: dict[str, Any]) -> None:
 
 def _print_card(card: dict[str, Any]) -> None:
     sizes = f"{format_bytes(card['free_bytes'])} of {format_bytes(card['vram_bytes'])} free"
-    print(f"card     {card['name']}, {sizes}")
+    driver = f", driver {card['driver']} for CUDA {card['driver_cuda']}" if "driver" in card else ""
+    print(f"card     {card['name']}, {sizes}{driver}")
     measured = card.get("measured", {})
     if "rates" not in measured:
         return

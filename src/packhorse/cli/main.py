@@ -41,7 +41,7 @@ COMMANDS: dict[str, Entry] = {
     "chat": Entry("packhorse.cli.chat", "Ask question after question; what was read is not read again."),
     "demo": Entry("packhorse.cli.demo", "Watch a small model read a document once and answer two questions."),
     "serve": Entry("packhorse.cli.serve", "Serve a model through OpenAI's API."),
-    "bench": Entry("packhorse.cli.bench", "Measure a server under load."),
+    "bench": Entry("packhorse.cli.bench", "Measure a model here, or a server under load; make up weights."),
     "verify": Entry("packhorse.cli.verify", "Measure whether a model finds what it has read."),
     "cache": Entry("packhorse.cli.cache", "Show, pin, check and delete what a store holds."),
     "doctor": Entry("packhorse.cli.doctor", "Look at this machine: how fast it is and what will hurt."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli import asking
+from packhorse.cli import asking, common
 from packhorse.cli.common import CacheOption, JsonOption, ModelArgument, OfflineOption, note, print_json
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError
@@ -20,7 +20,7 @@ from packhorse.verify.tasks import read_haystack
 
 if TYPE_CHECKING:
     from packhorse.verify.compare import Feature
-    from packhorse.verify.recall import Asker, Grid
+    from packhorse.verify.recall import Asker, Comparison, Grid
 
 
 class What(StrEnum):
@@ -121,6 +121,8 @@ def command(
             "A ladder has no report file, and compares nothing.",
             hint="Leave out --report, --html, --against and --compare.",
         )
+    common.check_file(report)
+    common.check_file(html)
     if context is None and what is What.RECALL:
         context = max(grid.lengths) + ANSWER_ROOM
     config = EngineConfig(
@@ -196,8 +198,14 @@ def run_recall(
     document = report.document()
     comparison = None if earlier is None else compare(report.records, earlier)
     rows = [feature.row(report.records) for feature in features]
-    if html is not None:
-        html.write_text(render_html(document, comparison, rows), encoding="utf-8")
+    _print(document, comparison, against, rows, as_json)
+    common.write_file(html, render_html(document, comparison, rows))
+
+
+def _print(
+    document: dict[str, Any], comparison: Comparison | None, against: Path | None, rows: Sequence[Any], as_json: bool
+) -> None:  # fmt: skip
+    """The summary, the comparison with an earlier report, and the features."""
     if as_json:
         more: dict[str, Any] = {} if comparison is None else {"comparison": asdict(comparison)}
         more |= {"features": rows} if rows else {}

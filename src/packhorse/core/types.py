@@ -86,7 +86,7 @@ class SamplingParams:
         for name, value, low, high in ranges:
             if not math.isfinite(value) or not low <= value <= high:
                 raise InvalidRequestError(
-                    f"{name} is {value}, which is not in [{low:g}, {high:g}].",
+                    f"{name} is {value}, which is not in [{low:.10g}, {high:.10g}].",
                     hint=f"Give {name} a number in that range.",
                     field=name,
                     value=value,

@@ -15,14 +15,19 @@ _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as `10.4GiB`, `512MiB`, `2GB` (powers of ten) or `4096`.
+    """Bytes of a size such as `10.4GiB`, `512MiB`, `2GB` (powers of ten), `4096B` or bytes alone.
 
-    Raises UsageError where the text is not a size.
+    Raises UsageError where the text is not a size, and for one below 1 MiB without a unit, but 0: it is meant in GiB.
     """
     match = _SIZE.match(text)
     if match is None:
-        raise UsageError(f"{text!r} is not a size.", hint="Write it like 10.4GiB, 512MiB or 4096.")
+        raise UsageError(f"{text!r} is not a size.", hint="Write it like 10.4GiB or 512MiB.")
     number, prefix, binary = match.groups()
+    if text.strip() == number and 0 < float(number) < MIB:
+        raise UsageError(
+            f"{text!r} has no unit, and is too little in bytes.",
+            hint=f"Write {number}GiB, or {number}B for bytes.",
+        )
     base = 1024 if binary or not prefix else 1000
     return int(float(number) * base ** _POWER[prefix.lower()])
 

@@ -164,6 +164,9 @@ class Service:
     async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, Call]:
         call: Call = request.state.call
         document = await read_json(request, self.config.body_limit, self.config.body_timeout)
+        if document.get("model") is None:
+            message = f"The model is missing; {self.name!r} is served."
+            raise ApiError(400, "missing", message, param="model")
         asked, ignored = validate(kind, document)
         if asked.store and self.session.engine.store.lower is None:
             ignored.append("store")  # it asks for what only --store does

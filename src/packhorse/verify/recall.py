@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
+from packhorse.core.errors import CorruptFileError, DoesNotFitError, PackhorseError, UsageError
 from packhorse.core.protocols import Steering
 from packhorse.core.types import FinishReason
 from packhorse.engine.session import Session
@@ -190,12 +190,19 @@ class Report:
             self.save()
 
     def save(self) -> None:
-        """Write the file now."""
+        """Write the file now. Raises PackhorseError where it cannot be written."""
         self._saved = time.monotonic()
         if self.path is not None:
             partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_text(json.dumps(self.document(), ensure_ascii=False, indent=1), encoding="utf-8")
-            os.replace(partial, self.path)
+            text = json.dumps(self.document(), ensure_ascii=False, indent=1)
+            try:
+                partial.write_text(text, encoding="utf-8")
+                os.replace(partial, self.path)
+            except OSError as error:
+                raise PackhorseError(
+                    f"{self.path} cannot be written: {error.strerror or error}.",
+                    hint="Check its folder and disk.",
+                ) from error
 
     def document(self) -> dict[str, Any]:
         """Settings, summary and records."""
