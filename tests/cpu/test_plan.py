@@ -203,20 +203,30 @@ def test_what_is_refused_cannot_fit():
     assert refused > 300
 
 
-def test_every_alternative_fits_when_it_is_asked_for():
-    rng, offered = random.Random(4), 0
-    for _ in range(60):
+def test_every_alternative_fits_when_it_is_asked_for(monkeypatch):
+    """On profiles, whose hosts are assumed, on real machines with and without a card, and by wishes beyond them."""
+    rng, kinds, cases, offered = random.Random(4), set(), [], 0
+    for _ in range(120):
         machine = read_profile(rng.choice(profile_names()))
+        if rng.random() < 0.6:
+            ram, disk = (int(2 ** rng.uniform(2, 7) * GIB) for _ in range(2))
+            bare = {"card": None} if rng.random() < 0.6 else {}
+            found = {"free": rng.random() < 0.5, "native_bf16": True, "ram_bytes": ram, "disk_bytes": disk}
+            machine = replace(machine, assumed=False, **found, **bare)
         facts = known_model(rng.choice(known_names()))
         wishes = Wishes(
             context=int(2 ** rng.uniform(12, 20)) if rng.random() < 0.8 else None,
-            sequences=rng.choice((1, 1, 2)),
-            kv=rng.choice((None, *CODECS)),
+            sequences=rng.choice((1, 1, 2, 8)),
+            kv=rng.choice((None, "auto", *CODECS)),
             recipe=rng.choice((None, "int4", "int8", "bf16")),
-            vram=rng.choice((None, None, int(rng.uniform(1, 24) * GIB))),
-            ram=rng.choice((None, None, int(rng.uniform(2, 64) * GIB))),
+            vram=None if machine.card is None else rng.choice((None, None, int(rng.uniform(1, 24) * GIB))),
+            ram=rng.choice((None, None, int(rng.uniform(2, 64) * GIB), 300 * GIB)),
+            disk=rng.choice((None, None, int(rng.uniform(1, 64) * GIB), 9000 * GIB)),
+            prefer=rng.choice(("speed", "context", "quality")),
         )
-        plan = solve(facts, machine, wishes)
+        cases.append((facts, machine, wishes, solve(facts, machine, wishes)))
+    monkeypatch.setattr("packhorse.plan.solve._Offers", lambda *args: ())
+    for facts, machine, wishes, plan in cases:
         assert plan.fits == (plan.placement.job.context <= plan.limit)
         for offer in plan.alternatives:
             change = dict(offer.change)
@@ -229,10 +239,58 @@ def test_every_alternative_fits_when_it_is_asked_for():
                 "recipe": plan.recipe.name,
             }
             again = solve(asked, machine, replace(wishes, **(full | change)))
-            assert again.fits, (offer, wishes)
+            assert again.fits, (offer, wishes, machine)
             assert again.times[EXPECTED] == offer.times, (offer, wishes)
+            assert again.executable == offer.built
             offered += 1
-    assert offered > 40
+            kinds.add((machine.card is None, machine.assumed, *sorted(offer.change)))
+    assert offered > 200 and len(kinds) > 30
+    assert any(len(kind) > 4 for kind in kinds) and any(kind[0] and "ram" in kind for kind in kinds)
+
+
+LAPTOP = replace(
+    read_profile("t4"), name="laptop", card=None, assumed=False, free=True, native_bf16=True, cores=4,
+    ram_bytes=21 * GIB, disk_bytes=50 * GIB,
+)  # fmt: skip
+
+
+def changes(name: str, machine, **wishes):
+    return [dict(offer.change) for offer in solve(known_model(name), machine, Wishes(**wishes)).alternatives]
+
+
+def test_a_refused_wish_is_not_offered_again_and_has_a_way_out():
+    """Where no single change is enough, several are offered together."""
+    most = with_caps(LAPTOP, **NO_CAPS).ram_bytes
+    moe, dense = "qwen3.6-35b-a3b", "qwen3.6-27b"
+    found = changes(moe, LAPTOP, recipe="int4", context=250_000, ram=24 * GIB)
+    assert any("context" in change for change in found) and not any("ram" in change for change in found)
+    [more] = [change["ram"] for change in changes(moe, LAPTOP, recipe="int4", context=8192, ram=8 * GIB)
+              if set(change) == {"ram"}]  # fmt: skip
+    assert more <= most
+    tight = replace(LAPTOP, ram_bytes=12 * GIB)
+    assert any("model" in change for change in changes(moe, tight, context=8192))
+    assert {"model": moe, "recipe": "int4"} in changes(dense, LAPTOP)
+    assert {"disk": 17 * GIB} in changes(moe, read_profile("rtx-2080ti-11g"), disk=5 * GIB)
+    found = changes(
+        dense, read_profile("rtx-3060-12g"), context=245_760, sequences=4, recipe="int8", kv="fp16"
+    )
+    assert any("model" not in change and len(change) > 1 for change in found)
+    assert any(change.get("model") == moe for change in found)
+    short = changes(dense, LAPTOP, context=262_144, sequences=8, disk=3 * GIB, ram=9 * GIB)
+    assert any({"disk", "ram", "context"} <= set(change) for change in short)
+
+
+def test_without_a_card_weights_are_packed_where_unpacked_ones_find_no_room():
+    facts = known_model("qwen3.6-35b-a3b")
+    plans = {
+        prefer: solve(facts, LAPTOP, Wishes(prefer=prefer)) for prefer in ("speed", "context", "quality")
+    }
+    named = {prefer: (plan.recipe.name, plan.placement.job.kv) for prefer, plan in plans.items()}
+    assert named == {"speed": ("int4", "bf16"), "context": ("int4", "k4v4"), "quality": ("balanced", "bf16")}
+    assert all(plan.fits and plan.executable for plan in plans.values())
+    small = known_model("qwen3.5-0.8b")
+    assert solve(small, LAPTOP, Wishes()).recipe.name == "bf16"
+    assert solve(small, LAPTOP, Wishes(prefer="context")).recipe.name == "int4"
 
 
 def test_kv_in_host_memory_costs_the_link():
@@ -305,7 +363,7 @@ def test_the_four_machines():
 
 def test_one_card_is_planned_as_the_engine_sizes_it(monkeypatch):
     """Byte for byte, over models, caps, contexts, codecs and sequences; by the plan's settings, and left alone."""
-    monkeypatch.setattr("packhorse.plan.solve._offers", lambda *args: ())
+    monkeypatch.setattr("packhorse.plan.solve._Offers", lambda *args: ())
     rng, kinds = random.Random(6), set()
     for _ in range(400):
         name, own = (
@@ -470,6 +528,11 @@ def test_a_profile_of_ones_own(tmp_path):
         file.write_text(json.dumps(values | change))
         with pytest.raises(CorruptFileError, match=r"mine\.json"):
             read_profile(str(file))
+    for text in ("{", json.dumps(values | {"card": {**values["card"], "usable_gib": None}})):
+        file.write_text(text)
+        with pytest.raises(CorruptFileError, match=r"mine\.json.*docs/plan\.md") as caught:
+            read_profile(str(file))
+        assert "fetch" not in caught.value.hint
     file.write_text(json.dumps(values | {"drive": "tape"}))
     with pytest.raises(UsageError, match="tape"):
         read_profile(str(file))
@@ -492,12 +555,48 @@ def test_caps_leave_room_for_the_system():
 @pytest.mark.parametrize(
     "wrong",
     [{"context": 0}, {"sequences": 0}, {"draft": -1}, {"host_kv": -1}, {"vram": 0}, {"kv": "fp4"},
-     {"prefer": "luck"}, {"disk": -1}],
+     {"prefer": "luck"}, {"disk": -1}, {"draft": 100}, {"kv": "fp32"}],
     ids=str,
 )  # fmt: skip
 def test_wishes_that_mean_nothing(wrong):
     with pytest.raises(UsageError, match=str(next(iter(wrong.values())))):
         Wishes(**wrong)
+
+
+def test_wishes_that_this_machine_or_this_request_cannot_mean():
+    facts = known_model("qwen3.5-0.8b")
+    for wishes, text in (({"vram": 4 * GIB}, "--vram"), ({"host_kv": 64, "context": 128}, "--host-kv")):
+        with pytest.raises(UsageError, match=f"laptop has no card.*{text}"):
+            solve(facts, LAPTOP, Wishes(**wishes))
+    with pytest.raises(UsageError, match=r"300,000 tokens .* holds 131,072"):
+        solve(facts, read_profile("t4"), Wishes(host_kv=300_000, context=131_072))
+    known = "auto, fp16, bf16, fp8, k5v4, k4v4"
+    for codec in ("int4", "fp32"):
+        with pytest.raises(UsageError, match=known):
+            Wishes(kv=codec)
+    for machine in (LAPTOP, read_profile("t4")):
+        assert solve(facts, machine, Wishes(kv="auto")) == solve(facts, machine, Wishes())
+    hints = set()
+    for name in ("packed", "foo"):
+        with pytest.raises(UsageError) as caught:
+            solve(facts, LAPTOP, Wishes(recipe=name))
+        hints.add(caught.value.hint)
+    assert len(hints) == 1 and "int6" in hints.pop()
+
+
+def test_options_that_need_a_card_and_names_that_are_nearly_right(tmp_path, capsys):
+    cache = ("--cache", str(tmp_path))
+    for args, text in (
+        (("--tariff", "-2", "--profile", "t4"), "tariff is -2.0"),
+        (("--tariff", "nan", "--profile", "t4"), "tariff is nan"),
+        (("--tariff", "0.3"), "leave out --tariff"),
+        (("--link", "pcie3-x4"), "leave out --link"),
+        (("--vram", "4GiB"), "leave out --vram"),
+    ):
+        code, out, err = run(capsys, "qwen3.5-0.8b", *args, *cache)
+        assert code == 2 and not out and text in err
+    code, _, err = run(capsys, "qwen3.6-35b", *cache)
+    assert code == 2 and "qwen3.6-35b-a3b" in err
 
 
 def test_contexts_and_recipes_that_mean_nothing():

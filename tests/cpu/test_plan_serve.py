@@ -17,8 +17,9 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
 from packhorse.core.units import GIB
 from packhorse.facts.known import known_model
-from packhorse.facts.machine import SYSTEM_BYTES, read_profile
+from packhorse.facts.machine import SYSTEM_BYTES, calibration, read_profile
 from packhorse.facts.read import read_model
+from packhorse.plan.predict import EXPECTED
 from packhorse.plan.report import check_planned, read_saved, to_document
 from packhorse.plan.size import size_engine
 from packhorse.plan.solve import Wishes, solve
@@ -77,6 +78,13 @@ def test_packed_files_are_planned_as_the_engine_keeps_them(tmp_path):
         assert sum(plan.footprint.classes.values()) == sizes[name].weight_bytes
         assert plan.executable and to_document(plan, "m.gguf")["engine"]["weights"] == name
     assert sizes["packed"].weight_bytes < sizes["unpacked"].weight_bytes
+    # On disk lie the files, whatever is made of them, and that takes its time on a CPU.
+    for plan in plans.values():
+        assert plan.placement.tiers["disk"].items["weights"] == facts.file_bytes
+    rates = calibration()["cpu_load_mb_s_per_core"]
+    for name, plan in plans.items():
+        made = sizes[name].weight_bytes / (1e6 * rates[name][EXPECTED] * roomy.cores)
+        assert plan.times[EXPECTED].load_s == max(made, facts.file_bytes / (roomy.drive_rate * 0.85))
     # Where unpacked ones do not fit, packed ones are planned.
     need = plans["packed"].placement.tiers["host"].total_bytes + SYSTEM_BYTES + 1024
     tight = solve(facts, replace(roomy, ram_bytes=need, assumed=False), Wishes(context=256))

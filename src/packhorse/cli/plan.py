@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from packhorse.cli.common import CacheOption, JsonOption, OfflineOption, find_model, print_json
-from packhorse.core.errors import DoesNotFitError
+from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.units import parse_bytes
 from packhorse.facts.known import known_model, known_names
-from packhorse.facts.machine import read_profile, this_machine
+from packhorse.facts.machine import Machine, read_profile, this_machine
+from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
 from packhorse.hub.resolve import default_cache
 from packhorse.plan.report import explain, table, to_document
@@ -36,7 +37,7 @@ Vram = Annotated[
 ]
 Ram = Annotated[str | None, _option("--ram", "SIZE", "Host memory of the process.")]
 Disk = Annotated[str | None, _option("--disk", "SIZE", "Disk for weights and documents.")]
-Kv = Annotated[str | None, _option("--kv", "CODEC", "fp16, bf16, fp8, k5v4 or k4v4.")]
+Kv = Annotated[str | None, _option("--kv", "CODEC", "auto, fp16, bf16, fp8, k5v4 or k4v4.")]
 RecipeName = Annotated[str | None, _option("--recipe", "NAME", "int4, balanced, int8, bf16 ..., or 2.5bit.")]
 Draft = Annotated[int, _option("--draft", "N", "Tokens guessed ahead by the model's own head.")]
 HostKv = Annotated[int, _option("--host-kv", "N", "Tokens of a request whose KV stays in host memory.")]
@@ -56,13 +57,14 @@ def command(
     offline: OfflineOption = False,
 ) -> None:  # fmt: skip
     """Prints the plan; exit code 3 where it does not fit, with the document all the same."""
-    is_name = model.lower() in known_names() and not Path(model).exists()
-    facts = known_model(model) if is_name else read_model(find_model(model, cache, offline))
+    facts = _facts(model, cache, offline)
     folder = cache or default_cache()
     if profile is None and (folder / MACHINE_FILE).is_file():
         profile = str(folder / MACHINE_FILE)
     parts = {"link": link, "memory": memory, "drive": drive}
     machine = this_machine(folder, parts) if profile is None else read_profile(profile, parts)
+    if tariff is not None:
+        _check_tariff(tariff, machine)
     sizes = {"vram": None if vram == "auto" else vram, "ram": ram, "disk": disk}
     caps = {name: None if size is None else parse_bytes(size) for name, size in sizes.items()}
     wishes = Wishes(context, sequences, kv, recipe, draft=draft, host_kv=host_kv, prefer=prefer, **caps)
@@ -75,3 +77,24 @@ def command(
             print("\n" + explain(plan))
     if not plan.fits:
         raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _facts(model: str, cache: Path | None, offline: bool) -> ModelFacts:
+    if model.lower() in known_names() and not Path(model).exists():
+        return known_model(model)
+    try:
+        path = find_model(model, cache, offline)
+    except UsageError as error:
+        hint = f"{error.hint} Names that are built in: {', '.join(known_names())}."
+        raise UsageError(error.reason, hint=hint, **error.facts) from None
+    return read_model(path)
+
+
+def _check_tariff(tariff: float, machine: Machine) -> None:
+    if not 0 <= tariff < float("inf"):
+        raise UsageError(f"tariff is {tariff}.", hint="Give the price of a kilowatt-hour, 0 or more.")
+    if machine.card is None or not machine.card.power_w:
+        raise UsageError(
+            f"A tariff prices what cards draw, and {machine.name} names none with `power_w`.",
+            hint="Name a machine with such a card (--profile), or leave out --tariff.",
+        )

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from packhorse.core.errors import UsageError
+from packhorse.core.errors import CorruptFileError, UsageError
 from packhorse.core.units import GIB, MIB, parse_bytes
 from packhorse.facts.fields import Fields, read_object
 from packhorse.facts.hardware import probe
@@ -100,7 +100,11 @@ def read_profile(name: str, parts: Mapping[str, str | None] | None = None) -> Ma
             f"There is no profile and no file {name!r}.",
             hint=f"Profiles are {known}; docs/plan.md has their form.",
         )
-    return machine_of(read_object(file), file, parts or {})
+    try:
+        return machine_of(read_object(file), file, parts or {})
+    except CorruptFileError as error:
+        hint = "Correct the file: docs/plan.md has the form of a profile."
+        raise CorruptFileError(error.reason, hint=hint, **error.facts) from None
 
 
 def this_machine(folder: Path, parts: Mapping[str, str | None] | None = None) -> Machine:
@@ -135,6 +139,11 @@ def machine_of(
     given = {key: part for key, part in parts.items() if part is not None}
     top = Fields({**values, **given}, file)
     card = top.table("card")
+    if card is None and "link" in given:
+        raise UsageError(
+            f"A link to a card was named, and {top.text('name') or file.stem} has no card.",
+            hint="Name a machine with a card (--profile), or leave out --link.",
+        )
     return Machine(
         name=top.text("name") or file.stem,
         card=None if card is None else _card(card),

@@ -79,15 +79,17 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+CHOICES = f"Choose {', '.join(RECIPES)}, Xbit such as 2.5bit, or packed for files that are."
+"""What a recipe may be called, for people."""
+
+
 def recipe(name: str) -> Recipe:
     """The recipe called `name`. Raises UsageError for another."""
     if name in RECIPES:
         return RECIPES[name]
     match = re.fullmatch(r"(\d(?:\.\d+)?)bit", name)
     if match is None or not 1 <= float(match[1]) <= 8:
-        raise UsageError(
-            f"The recipe {name!r} is not known.", hint=f"Choose {', '.join(RECIPES)}, or Xbit such as 2.5bit."
-        )
+        raise UsageError(f"The recipe {name!r} is not known.", hint=CHOICES)
     return Recipe(name, "fp16", _EIGHT, name)
 
 

@@ -121,6 +121,12 @@ class Footprint:
         found = packed_matrices(self.stored) if self.recipe.is_packed else ()
         return sum(matrix.num_values for matrix in found if matrix.kind not in ("embeddings", "experts"))
 
+    @cached_property
+    def file_bytes(self) -> int:
+        """On disk: of the files, where there are some in this recipe, else as the recipe would make them."""
+        kept = self.recipe.from_files or not self.recipe.is_packed
+        return (kept and account.stored_bytes(self.facts)) or sum(self.classes.values())
+
     @property
     def layer_bytes(self) -> int:
         """All weights but the embeddings."""
@@ -450,7 +456,7 @@ def _host(footprint: Footprint, machine: Machine, job: Job, wanted: int) -> tupl
 
 
 def _disk(footprint: Footprint, machine: Machine, job: Job) -> tuple[Tier, bool]:
-    items = {"weights": sum(footprint.classes.values()) + (footprint.draft_bytes if job.draft else 0)}
+    items = {"weights": footprint.file_bytes + (footprint.draft_bytes if job.draft else 0)}
     document = _document(footprint, job)
     items["documents"] = max(0, min(job.sequences * document, machine.disk_bytes - items["weights"]))
     return _tier(machine.disk_bytes, items), items["documents"] >= document

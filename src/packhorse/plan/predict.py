@@ -11,6 +11,7 @@ from packhorse.core import cost
 from packhorse.core.units import ceil_div
 from packhorse.facts.machine import Machine, calibration
 from packhorse.facts.model import ModelFacts
+from packhorse.facts.packed import packed_matrices
 from packhorse.plan import account
 from packhorse.plan.place import Footprint, Placement
 
@@ -115,7 +116,6 @@ def predict(footprint: Footprint, machine: Machine, placement: Placement, band: 
     tail = step.tail_s(job.context)
     kept = account.kv_token_bytes(footprint.facts, job.kv) * job.device_kv + footprint.snapshot_bytes
     from_ram = kept / speed.copies + tail
-    weights = sum(footprint.classes.values())
     start, end = step.decode_s(0, 1), step.decode_s(job.context, 1)
     together = step.decode_s(job.context, job.sequences)
     return Times(
@@ -127,8 +127,17 @@ def predict(footprint: Footprint, machine: Machine, placement: Placement, band: 
         decode_tok_s_end=step.tokens / end,
         decode_tok_s_total=step.tokens * job.sequences / together,
         queue_wait_s=(job.sequences - 1) * cold,
-        load_s=max(weights / speed.drive, weights / speed.load),
+        load_s=_load_s(footprint, machine, speed, band),
     )
+
+
+def _load_s(footprint: Footprint, machine: Machine, speed: Speed, band: int) -> float:
+    """Reading the files, or making weights of them, whatever takes longer."""
+    weights, rate = sum(footprint.classes.values()), speed.load
+    if machine.card is None and (footprint.recipe.is_packed or packed_matrices(footprint.facts)):
+        kind = "packed" if footprint.recipe.is_packed else "unpacked"
+        rate = 1e6 * calibration()["cpu_load_mb_s_per_core"][kind][band] * machine.cores
+    return max(footprint.file_bytes / speed.drive, weights / rate)
 
 
 def tail_s(footprint: Footprint, machine: Machine, placement: Placement, num_tokens: int) -> float:

@@ -42,7 +42,8 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
     return {
         "version": VERSION,
         "model": {"asked": model, "name": facts.name, "family": facts.family, "window": facts.context}
-        | {"parameters": sum(expected_params(facts).values())},
+        | {"parameters": sum(expected_params(facts).values())}
+        | {"weight_bytes": sum(plan.footprint.classes.values())},
         "machine": {"name": machine.name, "card": None if machine.card is None else machine.card.name},
         "recipe": plan.recipe.name,
         "sequences": job.sequences,
@@ -123,7 +124,6 @@ def read_saved(file: Path) -> dict[str, Any]:
 def check_planned(document: Mapping[str, Any], facts: ModelFacts) -> None:
     """Raises UsageError where a plan was made for a model of another kind or size, or in other formats."""
     planned, engine = document["model"], document["engine"]
-    planned = {**planned, "weight_bytes": document["tiers"]["disk"]["items"]["weights"]}
     packed, on_cpu = engine["weights"] == "packed", engine["device"] == "cpu"
     size = account.weight_bytes(facts, engine["dtype"], packed=packed, cpu=on_cpu)
     found = {"family": facts.family, "parameters": sum(expected_params(facts).values()), "weight_bytes": size}
@@ -246,7 +246,7 @@ def _short(value: float | None) -> str:
 
 def _offer_line(offer: Alternative) -> str:
     change = " ".join(
-        f"--{key.replace('_', '-')} {format_bytes(value).replace(' ', '') if key == 'ram' else value}"
+        f"--{key.replace('_', '-')} {format_bytes(value).replace(' ', '') if key in ('ram', 'disk') else value}"
         for key, value in offer.change.items()
     ).replace("--model ", "")
     speed, cold = offer.times.decode_tok_s_end, offer.times.cold_first_token_s

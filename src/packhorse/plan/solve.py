@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from typing import Any
 
 from packhorse.core import formats
+from packhorse.core.config import KV_CHOICES
 from packhorse.core.errors import UsageError
 from packhorse.core.types import PAGE_LEN
-from packhorse.core.units import GIB, format_bytes
+from packhorse.core.units import GIB, format_bytes, round_up
 from packhorse.facts.known import known_model
 from packhorse.facts.machine import Machine, with_caps
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
-from packhorse.facts.recipes import Recipe, recipe
+from packhorse.facts.recipes import CHOICES, Recipe, recipe
 from packhorse.facts.steps import MAX_SEQUENCES, step_misfit
-from packhorse.facts.weights import body_params
+from packhorse.facts.weights import body_params, param_groups
 from packhorse.plan.place import Footprint, Job, Placement, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
 
 PREFERENCES = {"speed": ("fp8", "int4"), "context": ("k4v4", "int4"), "quality": ("fp16", "balanced")}
-"""KV codec and recipe of what is not asked for, on a card."""
+"""KV codec and recipe of what is not asked for, on a card; without one, see `_small_recipe`."""
 COMFORT = 0.8
 """A context is comfortable while its end decodes at this part of the speed at SHORT tokens."""
 SHORT = 8192
@@ -31,17 +33,26 @@ MAX_STRETCH = 4
 """How many times its own window YaRN may stretch a model."""
 CRAWL = 10.0
 """Tokens a second below which another model is worth a word."""
+MAX_DRAFT = 16
+"""Tokens guessed ahead in a step: a guess so late is hardly ever right."""
 RAM_STEPS = tuple(size * GIB for size in (16, 24, 32, 48, 64, 96, 128, 192, 256))
 CODECS = ("fp16", "fp8", "k5v4", "k4v4")
 RECIPES = ("int8", "balanced", "int5", "int4", "3bit", "2.5bit")
 """From the largest to the smallest; `Xbit` is modelled only."""
-OTHER_MODELS = ("qwen3.6-35b-a3b", "qwen3.5-9b", "qwen3.5-4b")
+OTHER_MODELS = ("qwen3.6-35b-a3b", "qwen3.5-9b", "qwen3.5-4b", "qwen3.5-0.8b")
+CENT = GIB // 100
+OFFERS = {
+    "context": "a shorter context", "sequences": "fewer requests at a time", "kv": "a lower KV codec",
+    "recipe": "a smaller recipe", "host_kv": "a part of the KV in host memory", "vram": "all that the card has",
+    "ram": "more host memory", "disk": "more disk", "model": "another model",
+}  # fmt: skip
+"""What may be changed to make a wish fit, by option."""
 
 
 @dataclass(frozen=True)
 class Wishes:
     """What a person asks for; None leaves it to the plan. Caps are bytes of the process, hard. vram: of each card.
-    host_kv: tokens of each request whose KV stays in host memory.
+    host_kv: tokens of each request whose KV stays in host memory. kv `auto` is left to the plan too.
 
     Raises UsageError for values that mean nothing.
     """
@@ -63,9 +74,11 @@ class Wishes:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least {low}.")
-        if self.kv is not None and self.kv not in formats.KV_FORMATS:
+        if self.draft > MAX_DRAFT:
+            raise UsageError(f"draft is {self.draft}.", hint=f"draft must be at most {MAX_DRAFT}.")
+        if self.kv is not None and self.kv not in KV_CHOICES:
             raise UsageError(
-                f"The KV codec {self.kv!r} is not known.", hint=f"Choose {', '.join(formats.KV_FORMATS)}."
+                f"The KV codec {self.kv!r} is not known.", hint=f"Choose {', '.join(KV_CHOICES)}."
             )
         if self.prefer not in PREFERENCES:
             raise UsageError(f"prefer is {self.prefer!r}.", hint=f"Choose one of {', '.join(PREFERENCES)}.")
@@ -117,19 +130,25 @@ def reach(facts: ModelFacts) -> int:
 def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     """The plan of a model on a machine. Where the wishes do not fit the plan says so and what would.
 
-    Raises UsageError for recipes that are not known and codecs that do not suit the model's heads.
+    Raises UsageError for recipes that are not known, codecs that do not suit the model's heads, more KV in host memory
+    than there is, and wishes of a card where there is none.
     """
+    _check(facts, machine, wishes)
     capped = with_caps(machine, vram=wishes.vram, ram=wishes.ram, disk=wishes.disk)
     own = _recipe(facts, machine, wishes)
-    kv = wishes.kv or (PREFERENCES[wishes.prefer][0] if machine.card is not None else own.dtype)
+    kv = own.dtype if machine.card is None and wishes.prefer != "context" else PREFERENCES[wishes.prefer][0]
+    kv = kv if wishes.kv in (None, "auto") else wishes.kv
     formats.check_kv_heads(kv, facts.head_dim)
     footprint = Footprint(facts, own, machine.num_cards)
     job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft, wishes.host_kv)
-    packed = replace(footprint, recipe=replace(own, name="packed", from_files=True))
-    if machine.card is None and wishes.recipe is None and packed_matrices(facts):
+    if machine.card is None and wishes.recipe is None:
         # As the engine decides: unpacked products are faster on a CPU, where they fit.
-        least = replace(job, context=wishes.context or 1)
-        footprint = footprint if place(footprint, capped, least).fits else packed
+        least, plain = (
+            replace(job, context=wishes.context or 1),
+            bool(facts.tensors) and not packed_matrices(facts),
+        )
+        if (wishes.prefer == "context" and not plain) or not place(footprint, capped, least).fits:
+            footprint = replace(footprint, recipe=_small_recipe(facts, machine, wishes))
     limit = longest(footprint, capped, job, min(reach(facts), max(facts.context, job.context)))
     comfortable = _comfortable(footprint, capped, job, limit)
     if wishes.context is None and limit:
@@ -143,7 +162,7 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
         unbuilt=_unbuilt(footprint, capped, placement), footprint=footprint,
     )  # fmt: skip
     crawls = not times or times[EXPECTED].decode_tok_s_end < CRAWL
-    offers = tuple(_offers(plan, machine, wishes)) if crawls else ()
+    offers = tuple(_Offers(plan, machine, wishes)) if crawls else ()
     return replace(plan, alternatives=offers, warnings=tuple(_warnings(plan, machine, wishes)))
 
 
@@ -156,8 +175,33 @@ def _recipe(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Recipe:
     if name != "packed":
         return _named(name, machine)
     if not packed_matrices(facts):
-        raise UsageError(f"{facts.name} holds no packed weights.", hint=f"Choose {', '.join(RECIPES)}.")
+        raise UsageError(f"{facts.name} holds no packed weights.", hint=CHOICES)
     return Recipe("packed", _dtype(machine), from_files=True)
+
+
+def _small_recipe(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Recipe:
+    """What is planned on a CPU where unpacked weights find no room: what the files hold packed, else what is
+    preferred."""
+    return _recipe(facts, machine, replace(
+        wishes, recipe="packed" if packed_matrices(facts) else PREFERENCES[wishes.prefer][1]
+    ))  # fmt: skip
+
+
+def _check(facts: ModelFacts, machine: Machine, wishes: Wishes) -> None:
+    most = wishes.context or reach(facts)
+    if wishes.host_kv > most:
+        raise UsageError(
+            f"KV of {wishes.host_kv:,} tokens was to stay in host memory, and a request holds {most:,} at most.",
+            hint="Give a smaller --host-kv.",
+        )
+    if machine.card is None and (wishes.vram is not None or wishes.host_kv):
+        option, what = (
+            ("--host-kv", "KV outside a card") if wishes.host_kv else ("--vram", "A cap on a card's memory")
+        )
+        raise UsageError(
+            f"{what} was asked for, and {machine.name} has no card.",
+            hint=f"Name a machine with a card (--profile), or leave out {option}.",
+        )
 
 
 def _named(name: str, machine: Machine) -> Recipe:
@@ -202,34 +246,122 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
     return low * PAGE_LEN
 
 
-def _offers(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[Alternative]:
-    """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest."""
-    job, kv, name = plan.placement.job, plan.placement.job.kv, plan.recipe.name
-    lower = CODECS[CODECS.index(kv) + 1 :] if kv in CODECS else ()
-    codecs = [codec for codec in lower if _suits(codec, plan.facts)]
-    smaller = RECIPES[RECIPES.index(name) + 1 if name in RECIPES else 0 :] if machine.card is not None else ()
-    eighths = range(1, 8) if machine.card is not None else ()
-    more_memory = "more host memory" if machine.assumed else "more memory in the machine"
-    tries: dict[str, list[dict[str, Any]]] = {
-        "a shorter context": [{"context": plan.limit}] if 0 < plan.limit < job.context else [],
-        "a lower KV codec": [{"kv": codec} for codec in codecs],
-        "a smaller recipe": [{"recipe": other} for other in smaller],
-        "a smaller recipe and a lower KV codec": [
-            {"recipe": other, "kv": codec} for other in smaller for codec in codecs[-1:]
-        ],
-        "a part of the KV in host memory": [{"host_kv": job.context * part // 8} for part in eighths],
-        "all that the card has": [{"vram": "auto"}] if wishes.vram is not None else [],
-        "one request at a time": [{"sequences": 1}] if job.sequences > 1 else [],
-        more_memory: [{"ram": size} for size in RAM_STEPS if size > plan.machine.ram_bytes],
-        "another model": [{"model": other} for other in OTHER_MODELS],
-    }
-    least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
-    for why, changes in tries.items():
-        tried = [_offer(plan, machine, wishes, change, why) for change in changes]
+class _Offers:
+    """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest, the
+    executable ones first. Where nothing fits that way, several changes at once."""
+
+    def __init__(self, plan: Plan, machine: Machine, wishes: Wishes) -> None:
+        self._plan, self._machine, self._wishes = plan, machine, wishes
+        self._footprints: dict[tuple[str, str], Footprint] = {}
+        job, name, card = plan.placement.job, plan.recipe.name, machine.card is not None
+        lower = CODECS[CODECS.index(job.kv) + 1 :] if job.kv in CODECS else CODECS[1:]
+        self._codecs = [codec for codec in lower if _suits(codec, plan.facts)]
+        self._recipes = RECIPES[RECIPES.index(name) + 1 if name in RECIPES else 0 :]
+        self._sequences = [job.sequences >> n for n in range(1, job.sequences.bit_length())]
+        self._eighths = range(1, 8) if card else ()
+        # An offer is asked for in hundredths of a GiB, and no process gets more than there is.
+        most = with_caps(machine, vram=None, ram=None, disk=None).ram_bytes // CENT * CENT
+        sizes = RAM_STEPS if machine.assumed else (most,)
+        self._ram = [size for size in sizes if size > plan.machine.ram_bytes]
+
+    def __iter__(self) -> Iterator[Alternative]:
+        plan, job, wishes = self._plan, self._plan.placement.job, self._wishes
+        recipes: list[dict[str, Any]] = [{"recipe": other} for other in self._recipes]
+        # The recipe of another model is named where that model's own may be another.
+        kept = self._machine.card is None and wishes.recipe is None and not plan.recipe.from_files
+        own, preferred = [{"recipe": plan.recipe.name}] if kept else [{}], PREFERENCES[wishes.prefer][1]
+        small = [{"recipe": preferred}] if plan.recipe.name != preferred else []
+        best, *others = ([{"model": other, **how} for how in [*own, *small]] for other in OTHER_MODELS)
+        models = [*best, *chain.from_iterable(others)]
+        disk: list[dict[str, Any]] = [{"disk": None}] if "disk" in plan.placement.shortfall else []
+        singles: list[list[dict[str, Any]]] = [
+            [{"context": plan.limit}] if 0 < plan.limit < job.context else [],
+            [{"kv": codec} for codec in self._codecs],
+            recipes,
+            [{**other, "kv": codec} for other in recipes for codec in self._codecs[-1:]],
+            [{"host_kv": job.context * part // 8} for part in self._eighths],
+            [{"vram": "auto"}] if wishes.vram is not None else [],
+            [{"sequences": number} for number in self._sequences],
+            [{"ram": size} for size in self._ram],
+            disk,
+            best,
+            models[len(best) :],
+        ]
+        found = [offer for changes in singles if (offer := self._nearest(changes)) is not None]
+        yield from found
+        if plan.fits:
+            return
+        # Several at once, of the same model and then of others, where the engine runs no single one.
+        formats_exist = [other for other in recipes if recipe(other["recipe"]).has_formats]
+        for bases in ([{}, *formats_exist], models):
+            alike = [offer for offer in found if ("model" in offer.change) == (bases is models)]
+            if not any(offer.built for offer in alike):
+                every = (self._offer({**base, **more}) for more in self._changes() for base in bases)
+                offer = next((offer for offer in every if offer is not None), None)
+                if offer is not None and (offer.built or not alike):
+                    yield offer
+
+    def _changes(self) -> Iterator[dict[str, Any]]:
+        """What may be changed together beside a recipe or a model: memory last, a shorter context before it."""
+        memory: list[dict[str, Any]] = [{}]
+        memory += [{"disk": None}] if "disk" in self._plan.placement.shortfall else []
+        memory += [{**one, "ram": size} for size in self._ram[-1:] for one in memory]
+        memory += [{**one, "vram": "auto"} for one in memory] if self._wishes.vram is not None else []
+        contexts: list[dict[str, Any]] = [{}, {"context": None}]
+        sequences: list[dict[str, Any]] = [{}, *({"sequences": 1} for _ in self._sequences[:1])]
+        codecs: list[dict[str, Any]] = [{}, *({"kv": codec} for codec in self._codecs[-1:])]
+        for parts in product(memory, contexts, sequences, codecs):
+            yield {key: value for part in parts for key, value in part.items()}
+
+    def _nearest(self, changes: list[dict[str, Any]]) -> Alternative | None:
+        """Of changes of one kind."""
+        plan = self._plan
+        least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
+        tried = [self._offer(change) for change in changes]
         found = [offer for offer in tried if offer is not None and offer.times.decode_tok_s_end >= least]
+        found = [offer for offer in found if offer.built] or found
         walks = [offer for offer in found if offer.times.decode_tok_s_end >= CRAWL]
-        if found:
-            yield walks[0] if walks else max(found, key=lambda offer: offer.times.decode_tok_s_end)
+        return walks[0] if walks else max(found, key=lambda offer: offer.times.decode_tok_s_end, default=None)
+
+    def _offer(self, change: Mapping[str, Any]) -> Alternative | None:
+        """These changes of the wishes, if they fit. context None: the longest that fits, if not too short; disk
+        None: what the weights take."""
+        plan, machine, wishes = self._plan, self._machine, self._wishes
+        facts, job, change = plan.facts, plan.placement.job, dict(change)
+        if "model" in change:
+            facts = known_model(change["model"])
+            same = body_params(facts) >= plan.footprint.body_params and _size(facts) >= _size(plan.facts)
+            if same or not _suits(change.get("kv", job.kv), facts):
+                return None
+        own = plan.recipe if "recipe" not in change else _named(change["recipe"], machine)
+        if "model" in change and own.from_files:
+            own = _named(PREFERENCES[wishes.prefer][1], machine)
+        made = Footprint(facts, own, machine.num_cards)
+        footprint = self._footprints.setdefault((facts.name, own.name), made)
+        if "disk" in change:
+            change["disk"] = round_up(footprint.file_bytes + (footprint.draft_bytes if job.draft else 0), GIB)
+        caps = {name: change.get(name, getattr(wishes, name)) for name in ("vram", "ram", "disk")}
+        capped = with_caps(machine, **{name: None if cap == "auto" else cap for name, cap in caps.items()})
+        job = replace(job, **{key: change[key] for key in ("kv", "sequences", "host_kv") if key in change})
+        if "context" in change:
+            most = min(reach(facts), job.context)
+            least = replace(job, context=min(SHORT, most))
+            if change["context"] is None and place(footprint, capped, least).fits:
+                change["context"] = longest(footprint, capped, job, most)
+            if change["context"] is None:
+                return None
+            job = replace(job, context=change["context"])
+        placement = place(footprint, capped, job)
+        if not placement.fits or not job.host_kv <= job.context <= reach(facts):
+            return None
+        built = not _unbuilt(footprint, capped, placement)
+        kinds = [OFFERS[key] for key in OFFERS if key in change and change[key] != plan.recipe.name]
+        why = " and ".join(part for part in (", ".join(kinds[:-1]), kinds[-1]) if part)
+        return Alternative(change, why, predict(footprint, capped, placement), built)
+
+
+def _size(facts: ModelFacts) -> int:
+    return sum(group.num_values for group in param_groups(facts))
 
 
 def _suits(kv: str, facts: ModelFacts) -> bool:
@@ -239,32 +371,6 @@ def _suits(kv: str, facts: ModelFacts) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _offer(
-    plan: Plan, machine: Machine, wishes: Wishes, change: Mapping[str, Any], why: str
-) -> Alternative | None:
-    """One change of the wishes, if it fits."""
-    facts, job = plan.facts, plan.placement.job
-    if "model" in change:
-        facts = known_model(change["model"])
-        if body_params(facts) >= plan.footprint.body_params or job.context > facts.context:
-            return None
-    if "ram" in change:  # another host around the same card
-        machine, wishes = replace(machine, assumed=True), replace(wishes, ram=change["ram"])
-    vram = None if "vram" in change else wishes.vram
-    capped = with_caps(machine, vram=vram, ram=wishes.ram, disk=wishes.disk)
-    own = plan.recipe if "recipe" not in change else _named(change["recipe"], machine)
-    if "model" in change and own.from_files:
-        own = _named(PREFERENCES[wishes.prefer][1], machine)
-    footprint = Footprint(facts, own, machine.num_cards)
-    asked = {key: change[key] for key in ("context", "kv", "sequences", "host_kv") if key in change}
-    job = replace(job, **asked)
-    placement = place(footprint, capped, job)
-    if not placement.fits or job.context > reach(facts):
-        return None
-    built = not _unbuilt(footprint, capped, placement)
-    return Alternative(change, why, predict(footprint, capped, placement), built)
 
 
 def _unbuilt(footprint: Footprint, machine: Machine, placement: Placement) -> tuple[str, ...]:
