@@ -132,6 +132,14 @@ def test_with_a_card(tmp_path, capsys, monkeypatch):
     assert machine.link_rate == read_profile("t4", {"link": "pcie4-x4"}).link_rate
 
 
+def test_a_torch_without_cuda_is_told_which_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    monkeypatch.setattr(doctor, "version", lambda package: "2.13.0+cpu")
+    code, out, _ = run(capsys, tmp_path)
+    assert code == 1 and "driver 570.10 for CUDA 12.8" in out
+    assert "torch is 2.13.0+cpu. Install a torch that was built for CUDA 12.8 or older." in out
+
+
 def test_a_card_that_no_profile_knows():
     found = [
         {
