@@ -106,8 +106,8 @@ def test_16_bit_logits_stay_near_over_128_steps(family, dtype, monkeypatch):
 
 
 REQUESTS = 85
-"""About 1,750 decode steps. A place is filled in every second one at most, so each step keeps one expert a layer at most:
-14,000 in eight layers."""
+"""About 1,750 decode steps. A place is filled in every second one at most, so a step keeps one expert a layer at most,
+14,000 in all."""
 
 
 def come_and_go(model: Model, experts, requests: int) -> dict:
