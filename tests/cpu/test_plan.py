@@ -266,7 +266,7 @@ def test_a_refused_wish_is_not_offered_again_and_has_a_way_out():
     assert any("context" in change for change in found) and not any("ram" in change for change in found)
     [more] = [change["ram"] for change in changes(moe, LAPTOP, recipe="int4", context=8192, ram=8 * GIB)
               if set(change) == {"ram"}]  # fmt: skip
-    assert more <= most
+    assert 19 * GIB < more < 20 * GIB and more <= most
     tight = replace(LAPTOP, ram_bytes=12 * GIB)
     assert any("model" in change for change in changes(moe, tight, context=8192))
     assert {"model": moe, "recipe": "int4"} in changes(dense, LAPTOP)
@@ -565,11 +565,8 @@ def test_wishes_that_mean_nothing(wrong):
 
 def test_wishes_that_this_machine_or_this_request_cannot_mean():
     facts = known_model("qwen3.5-0.8b")
-    for wishes, text in (({"vram": 4 * GIB}, "--vram"), ({"host_kv": 64, "context": 128}, "--host-kv")):
-        with pytest.raises(UsageError, match=f"laptop has no card.*{text}"):
-            solve(facts, LAPTOP, Wishes(**wishes))
-    with pytest.raises(UsageError, match=r"300,000 tokens .* holds 131,072"):
-        solve(facts, read_profile("t4"), Wishes(host_kv=300_000, context=131_072))
+    with pytest.raises(UsageError, match=r"300,000.* has 131,072 tokens"):
+        Wishes(host_kv=300_000, context=131_072)
     known = "auto, fp16, bf16, fp8, k5v4, k4v4"
     for codec in ("int4", "fp32"):
         with pytest.raises(UsageError, match=known):
@@ -589,9 +586,9 @@ def test_options_that_need_a_card_and_names_that_are_nearly_right(tmp_path, caps
     for args, text in (
         (("--tariff", "-2", "--profile", "t4"), "tariff is -2.0"),
         (("--tariff", "nan", "--profile", "t4"), "tariff is nan"),
-        (("--tariff", "0.3"), "leave out --tariff"),
-        (("--link", "pcie3-x4"), "leave out --link"),
-        (("--vram", "4GiB"), "leave out --vram"),
+        (("--tariff", "0.3"), "no card for --tariff."),
+        (("--link", "pcie3-x4", "--vram", "4GiB"), "no card for --vram, --link."),
+        (("--host-kv", "64"), "no card for --host-kv."),
     ):
         code, out, err = run(capsys, "qwen3.5-0.8b", *args, *cache)
         assert code == 2 and not out and text in err

@@ -11,7 +11,7 @@ from packhorse.cli.common import CacheOption, JsonOption, OfflineOption, find_mo
 from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.units import parse_bytes
 from packhorse.facts.known import known_model, known_names
-from packhorse.facts.machine import Machine, read_profile, this_machine
+from packhorse.facts.machine import read_profile, this_machine
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.read import read_model
 from packhorse.hub.resolve import default_cache
@@ -63,8 +63,13 @@ def command(
         profile = str(folder / MACHINE_FILE)
     parts = {"link": link, "memory": memory, "drive": drive}
     machine = this_machine(folder, parts) if profile is None else read_profile(profile, parts)
-    if tariff is not None:
-        _check_tariff(tariff, machine)
+    if tariff is not None and not 0 <= tariff < float("inf"):
+        raise UsageError(f"tariff is {tariff}.", hint="Give the price of a kilowatt-hour, 0 or more.")
+    of_cards = {"--vram": vram, "--link": link, "--host-kv": host_kv, "--tariff": tariff}
+    given = [name for name, value in of_cards.items() if value not in (None, 0, "auto")]
+    if machine.card is None and given:
+        hint = "Name a machine with a card (--profile), or leave them out."
+        raise UsageError(f"{machine.name} has no card for {', '.join(given)}.", hint=hint)
     sizes = {"vram": None if vram == "auto" else vram, "ram": ram, "disk": disk}
     caps = {name: None if size is None else parse_bytes(size) for name, size in sizes.items()}
     wishes = Wishes(context, sequences, kv, recipe, draft=draft, host_kv=host_kv, prefer=prefer, **caps)
@@ -88,13 +93,3 @@ def _facts(model: str, cache: Path | None, offline: bool) -> ModelFacts:
         hint = f"{error.hint} Names that are built in: {', '.join(known_names())}."
         raise UsageError(error.reason, hint=hint, **error.facts) from None
     return read_model(path)
-
-
-def _check_tariff(tariff: float, machine: Machine) -> None:
-    if not 0 <= tariff < float("inf"):
-        raise UsageError(f"tariff is {tariff}.", hint="Give the price of a kilowatt-hour, 0 or more.")
-    if machine.card is None or not machine.card.power_w:
-        raise UsageError(
-            f"A tariff prices what cards draw, and {machine.name} names none with `power_w`.",
-            hint="Name a machine with such a card (--profile), or leave out --tariff.",
-        )

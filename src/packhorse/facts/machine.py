@@ -139,11 +139,6 @@ def machine_of(
     given = {key: part for key, part in parts.items() if part is not None}
     top = Fields({**values, **given}, file)
     card = top.table("card")
-    if card is None and "link" in given:
-        raise UsageError(
-            f"A link to a card was named, and {top.text('name') or file.stem} has no card.",
-            hint="Name a machine with a card (--profile), or leave out --link.",
-        )
     return Machine(
         name=top.text("name") or file.stem,
         card=None if card is None else _card(card),

@@ -70,12 +70,6 @@ def weight_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False, cpu: bo
 
 
 @lru_cache(maxsize=32)
-def stored_bytes(facts: ModelFacts) -> int:
-    """Of the files' tensors, used or not; 0 without files."""
-    return facts.file_bytes
-
-
-@lru_cache(maxsize=32)
 def embedding_bytes(facts: ModelFacts, dtype: str, *, packed: bool = False) -> int:
     """The embedding alone, as `weight_bytes` counts it; 0 where it is the output head too."""
     if facts.tied:

@@ -125,7 +125,7 @@ class Footprint:
     def file_bytes(self) -> int:
         """On disk: of the files, where there are some in this recipe, else as the recipe would make them."""
         kept = self.recipe.from_files or not self.recipe.is_packed
-        return (kept and account.stored_bytes(self.facts)) or sum(self.classes.values())
+        return (kept and self.facts.file_bytes) or sum(self.classes.values())
 
     @property
     def layer_bytes(self) -> int:

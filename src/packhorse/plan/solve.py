@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 from packhorse.core import formats
@@ -18,12 +18,11 @@ from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.recipes import CHOICES, Recipe, recipe
 from packhorse.facts.steps import MAX_SEQUENCES, step_misfit
-from packhorse.facts.weights import body_params, param_groups
 from packhorse.plan.place import Footprint, Job, Placement, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
 
 PREFERENCES = {"speed": ("fp8", "int4"), "context": ("k4v4", "int4"), "quality": ("fp16", "balanced")}
-"""KV codec and recipe of what is not asked for, on a card; without one, see `_small_recipe`."""
+"""KV codec and recipe of what is not asked for, on a card."""
 COMFORT = 0.8
 """A context is comfortable while its end decodes at this part of the speed at SHORT tokens."""
 SHORT = 8192
@@ -76,6 +75,8 @@ class Wishes:
                 raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least {low}.")
         if self.draft > MAX_DRAFT:
             raise UsageError(f"draft is {self.draft}.", hint=f"draft must be at most {MAX_DRAFT}.")
+        if self.host_kv > (self.context or self.host_kv):
+            raise UsageError(f"host_kv is {self.host_kv:,}.", hint=f"A request has {self.context:,} tokens.")
         if self.kv is not None and self.kv not in KV_CHOICES:
             raise UsageError(
                 f"The KV codec {self.kv!r} is not known.", hint=f"Choose {', '.join(KV_CHOICES)}."
@@ -130,10 +131,8 @@ def reach(facts: ModelFacts) -> int:
 def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     """The plan of a model on a machine. Where the wishes do not fit the plan says so and what would.
 
-    Raises UsageError for recipes that are not known, codecs that do not suit the model's heads, more KV in host memory
-    than there is, and wishes of a card where there is none.
+    Raises UsageError for recipes that are not known and codecs that do not suit the model's heads.
     """
-    _check(facts, machine, wishes)
     capped = with_caps(machine, vram=wishes.vram, ram=wishes.ram, disk=wishes.disk)
     own = _recipe(facts, machine, wishes)
     kv = own.dtype if machine.card is None and wishes.prefer != "context" else PREFERENCES[wishes.prefer][0]
@@ -143,12 +142,10 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft, wishes.host_kv)
     if machine.card is None and wishes.recipe is None:
         # As the engine decides: unpacked products are faster on a CPU, where they fit.
-        least, plain = (
-            replace(job, context=wishes.context or 1),
-            bool(facts.tensors) and not packed_matrices(facts),
-        )
-        if (wishes.prefer == "context" and not plain) or not place(footprint, capped, least).fits:
-            footprint = replace(footprint, recipe=_small_recipe(facts, machine, wishes))
+        small = "packed" if packed_matrices(facts) else PREFERENCES[wishes.prefer][1]
+        least = replace(job, context=wishes.context or 1)
+        if wishes.prefer == "context" or not place(footprint, capped, least).fits:
+            footprint = replace(footprint, recipe=_recipe(facts, machine, replace(wishes, recipe=small)))
     limit = longest(footprint, capped, job, min(reach(facts), max(facts.context, job.context)))
     comfortable = _comfortable(footprint, capped, job, limit)
     if wishes.context is None and limit:
@@ -177,31 +174,6 @@ def _recipe(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Recipe:
     if not packed_matrices(facts):
         raise UsageError(f"{facts.name} holds no packed weights.", hint=CHOICES)
     return Recipe("packed", _dtype(machine), from_files=True)
-
-
-def _small_recipe(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Recipe:
-    """What is planned on a CPU where unpacked weights find no room: what the files hold packed, else what is
-    preferred."""
-    return _recipe(facts, machine, replace(
-        wishes, recipe="packed" if packed_matrices(facts) else PREFERENCES[wishes.prefer][1]
-    ))  # fmt: skip
-
-
-def _check(facts: ModelFacts, machine: Machine, wishes: Wishes) -> None:
-    most = wishes.context or reach(facts)
-    if wishes.host_kv > most:
-        raise UsageError(
-            f"KV of {wishes.host_kv:,} tokens was to stay in host memory, and a request holds {most:,} at most.",
-            hint="Give a smaller --host-kv.",
-        )
-    if machine.card is None and (wishes.vram is not None or wishes.host_kv):
-        option, what = (
-            ("--host-kv", "KV outside a card") if wishes.host_kv else ("--vram", "A cap on a card's memory")
-        )
-        raise UsageError(
-            f"{what} was asked for, and {machine.name} has no card.",
-            hint=f"Name a machine with a card (--profile), or leave out {option}.",
-        )
 
 
 def _named(name: str, machine: Machine) -> Recipe:
@@ -252,26 +224,28 @@ class _Offers:
 
     def __init__(self, plan: Plan, machine: Machine, wishes: Wishes) -> None:
         self._plan, self._machine, self._wishes = plan, machine, wishes
-        self._footprints: dict[tuple[str, str], Footprint] = {}
-        job, name, card = plan.placement.job, plan.recipe.name, machine.card is not None
+        self._footprints: dict[tuple[str | None, str], Footprint] = {}
+        job, name, host = plan.placement.job, plan.recipe.name, plan.placement.tiers["host"]
         lower = CODECS[CODECS.index(job.kv) + 1 :] if job.kv in CODECS else CODECS[1:]
         self._codecs = [codec for codec in lower if _suits(codec, plan.facts)]
         self._recipes = RECIPES[RECIPES.index(name) + 1 if name in RECIPES else 0 :]
         self._sequences = [job.sequences >> n for n in range(1, job.sequences.bit_length())]
-        self._eighths = range(1, 8) if card else ()
         # An offer is asked for in hundredths of a GiB, and no process gets more than there is.
         most = with_caps(machine, vram=None, ram=None, disk=None).ram_bytes // CENT * CENT
-        sizes = RAM_STEPS if machine.assumed else (most,)
+        sizes = RAM_STEPS if machine.assumed else (min(most, round_up(host.total_bytes, CENT)), most)
         self._ram = [size for size in sizes if size > plan.machine.ram_bytes]
 
     def __iter__(self) -> Iterator[Alternative]:
         plan, job, wishes = self._plan, self._plan.placement.job, self._wishes
+        card = self._machine.card is not None
         recipes: list[dict[str, Any]] = [{"recipe": other} for other in self._recipes]
         # The recipe of another model is named where that model's own may be another.
-        kept = self._machine.card is None and wishes.recipe is None and not plan.recipe.from_files
-        own, preferred = [{"recipe": plan.recipe.name}] if kept else [{}], PREFERENCES[wishes.prefer][1]
+        kept = not card and wishes.recipe is None and not plan.recipe.from_files
+        own: list[dict[str, Any]] = [{"recipe": plan.recipe.name}] if kept else [{}]
+        preferred = PREFERENCES[wishes.prefer][1]
         small = [{"recipe": preferred}] if plan.recipe.name != preferred else []
         best, *others = ([{"model": other, **how} for how in [*own, *small]] for other in OTHER_MODELS)
+        best += [{**one, "context": None} for one in best]
         models = [*best, *chain.from_iterable(others)]
         disk: list[dict[str, Any]] = [{"disk": None}] if "disk" in plan.placement.shortfall else []
         singles: list[list[dict[str, Any]]] = [
@@ -279,7 +253,7 @@ class _Offers:
             [{"kv": codec} for codec in self._codecs],
             recipes,
             [{**other, "kv": codec} for other in recipes for codec in self._codecs[-1:]],
-            [{"host_kv": job.context * part // 8} for part in self._eighths],
+            [{"host_kv": job.context * part // 8} for part in range(1, 8) if card],
             [{"vram": "auto"}] if wishes.vram is not None else [],
             [{"sequences": number} for number in self._sequences],
             [{"ram": size} for size in self._ram],
@@ -301,17 +275,20 @@ class _Offers:
                 if offer is not None and (offer.built or not alike):
                     yield offer
 
-    def _changes(self) -> Iterator[dict[str, Any]]:
+    def _changes(self) -> list[dict[str, Any]]:
         """What may be changed together beside a recipe or a model: memory last, a shorter context before it."""
-        memory: list[dict[str, Any]] = [{}]
-        memory += [{"disk": None}] if "disk" in self._plan.placement.shortfall else []
-        memory += [{**one, "ram": size} for size in self._ram[-1:] for one in memory]
-        memory += [{**one, "vram": "auto"} for one in memory] if self._wishes.vram is not None else []
-        contexts: list[dict[str, Any]] = [{}, {"context": None}]
-        sequences: list[dict[str, Any]] = [{}, *({"sequences": 1} for _ in self._sequences[:1])]
-        codecs: list[dict[str, Any]] = [{}, *({"kv": codec} for codec in self._codecs[-1:])]
-        for parts in product(memory, contexts, sequences, codecs):
-            yield {key: value for part in parts for key, value in part.items()}
+        parts: dict[str, list[Any]] = {
+            "kv": self._codecs[-1:],
+            "sequences": self._sequences[-1:],
+            "context": [None],
+            "disk": [None] if "disk" in self._plan.placement.shortfall else [],
+            "ram": self._ram[-1:],
+            "vram": ["auto"] if self._wishes.vram is not None else [],
+        }
+        every: list[dict[str, Any]] = [{}]
+        for key, values in parts.items():
+            every += [{**one, key: value} for value in values for one in every]
+        return every
 
     def _nearest(self, changes: list[dict[str, Any]]) -> Alternative | None:
         """Of changes of one kind."""
@@ -330,38 +307,32 @@ class _Offers:
         facts, job, change = plan.facts, plan.placement.job, dict(change)
         if "model" in change:
             facts = known_model(change["model"])
-            same = body_params(facts) >= plan.footprint.body_params and _size(facts) >= _size(plan.facts)
-            if same or not _suits(change.get("kv", job.kv), facts):
-                return None
         own = plan.recipe if "recipe" not in change else _named(change["recipe"], machine)
         if "model" in change and own.from_files:
             own = _named(PREFERENCES[wishes.prefer][1], machine)
         made = Footprint(facts, own, machine.num_cards)
-        footprint = self._footprints.setdefault((facts.name, own.name), made)
+        footprint = self._footprints.setdefault((change.get("model"), own.name), made)
+        if "model" in change:
+            larger = footprint.file_bytes >= plan.footprint.file_bytes
+            if not _suits(job.kv, facts) or (larger and footprint.body_params >= plan.footprint.body_params):
+                return None
         if "disk" in change:
             change["disk"] = round_up(footprint.file_bytes + (footprint.draft_bytes if job.draft else 0), GIB)
         caps = {name: change.get(name, getattr(wishes, name)) for name in ("vram", "ram", "disk")}
         capped = with_caps(machine, **{name: None if cap == "auto" else cap for name, cap in caps.items()})
         job = replace(job, **{key: change[key] for key in ("kv", "sequences", "host_kv") if key in change})
-        if "context" in change:
+        if change.get("context", 0) is None:
             most = min(reach(facts), job.context)
-            least = replace(job, context=min(SHORT, most))
-            if change["context"] is None and place(footprint, capped, least).fits:
-                change["context"] = longest(footprint, capped, job, most)
-            if change["context"] is None:
+            if not place(footprint, capped, replace(job, context=min(SHORT, most))).fits:
                 return None
-            job = replace(job, context=change["context"])
+            change["context"] = longest(footprint, capped, job, most)
+        job = replace(job, context=change.get("context", job.context))
         placement = place(footprint, capped, job)
         if not placement.fits or not job.host_kv <= job.context <= reach(facts):
             return None
         built = not _unbuilt(footprint, capped, placement)
         kinds = [OFFERS[key] for key in OFFERS if key in change and change[key] != plan.recipe.name]
-        why = " and ".join(part for part in (", ".join(kinds[:-1]), kinds[-1]) if part)
-        return Alternative(change, why, predict(footprint, capped, placement), built)
-
-
-def _size(facts: ModelFacts) -> int:
-    return sum(group.num_values for group in param_groups(facts))
+        return Alternative(change, ", ".join(kinds), predict(footprint, capped, placement), built)
 
 
 def _suits(kv: str, facts: ModelFacts) -> bool:
