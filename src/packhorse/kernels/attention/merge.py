@@ -7,8 +7,8 @@ from torch import Tensor
 
 from packhorse.core.units import ceil_div
 from packhorse.kernels.attention.ref import Merger
-from packhorse.kernels.cuda.launch import has_type, launch
-from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
+from packhorse.kernels.cuda.launch import has_type, launch, min_arch
+from packhorse.kernels.cuda.nvrtc import Variant
 
 _THREADS = 256
 
@@ -16,9 +16,7 @@ _THREADS = 256
 def variant(dtype: torch.dtype) -> Variant:
     """The kernel for segments' outputs of `dtype`, fp16 or bf16."""
     bf16 = dtype == torch.bfloat16
-    return Variant(
-        "attention/merge.cu", "merge_segment", (("BF16", int(bf16)),), min_arch=80 if bf16 else MIN_ARCH
-    )
+    return Variant("attention/merge.cu", "merge_segment", (("BF16", int(bf16)),), min_arch=min_arch(dtype))
 
 
 def merger_for(q: Tensor) -> Merger | CardMerger:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from packhorse.core.units import ceil_div
-from packhorse.kernels.cuda.launch import has_type, launch
-from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
+from packhorse.kernels.cuda.launch import has_type, launch, min_arch
+from packhorse.kernels.cuda.nvrtc import Variant
 
 _RUN = 32
 _THREADS = 256
@@ -17,7 +17,7 @@ def variant(taps: int, dtype: torch.dtype) -> Variant:
     """The kernel for `taps` taps and inputs of `dtype`, fp16 or bf16."""
     bf16 = dtype == torch.bfloat16
     defines = (("TAPS", taps), ("BF16", int(bf16)))
-    return Variant("conv/cuda.cu", "conv_silu", defines, min_arch=80 if bf16 else MIN_ARCH)
+    return Variant("conv/cuda.cu", "conv_silu", defines, min_arch=min_arch(dtype))
 
 
 def fits(x: Tensor, state: Tensor) -> bool:

@@ -83,11 +83,16 @@ def card_arch(device: torch.device | int) -> int:
     )
 
 
+def min_arch(dtype: torch.dtype) -> int:
+    """The oldest cards that work with values of `dtype`, 16 bits."""
+    return 80 if dtype == torch.bfloat16 else MIN_ARCH
+
+
 def has_type(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels of our own work with values of `dtype` there: 16 bits on a card, bf16 from 8.0 on."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    return dtype == torch.float16 or card_arch(device) >= 80
+    return dtype == torch.float16 or card_arch(device) >= min_arch(dtype)
 
 
 @cache

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from packhorse.core.errors import UsageError
-from packhorse.kernels.cuda.launch import launch
-from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
+from packhorse.kernels.cuda.launch import launch, min_arch
+from packhorse.kernels.cuda.nvrtc import Variant
 
 HEAD_DIMS = (32, 64, 128)
 
@@ -27,7 +27,7 @@ def variant(head_dim: int, taps: int, dtype: torch.dtype) -> Variant:
         )
     bf16 = dtype == torch.bfloat16
     defines = (("HEAD_DIM", head_dim), ("TAPS", taps), ("BF16", int(bf16)))
-    return Variant("delta/cuda.cu", "delta_step", defines, min_arch=80 if bf16 else MIN_ARCH)
+    return Variant("delta/cuda.cu", "delta_step", defines, min_arch=min_arch(dtype))
 
 
 def delta_step(

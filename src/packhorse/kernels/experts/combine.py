@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from packhorse.core.units import ceil_div
-from packhorse.kernels.cuda.launch import has_type, launch, saturated
-from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
+from packhorse.kernels.cuda.launch import has_type, launch, min_arch, saturated
+from packhorse.kernels.cuda.nvrtc import Variant
 
 _THREADS = 256
 _EIGHT = 8
@@ -19,11 +19,10 @@ _EIGHT = 8
 
 def variants(dtype: torch.dtype) -> tuple[Variant, Variant]:
     """The kernels of `swiglu` and of `combine` for rows of `dtype`, fp16 or bf16."""
-    bf16 = dtype == torch.bfloat16
-    defines, min_arch = (("BF16", int(bf16)),), 80 if bf16 else MIN_ARCH
+    defines, arch = (("BF16", int(dtype == torch.bfloat16)),), min_arch(dtype)
     return (
-        Variant("experts/combine.cu", "swiglu", defines, min_arch=min_arch),
-        Variant("experts/combine.cu", "combine", defines, min_arch=min_arch),
+        Variant("experts/combine.cu", "swiglu", defines, min_arch=arch),
+        Variant("experts/combine.cu", "combine", defines, min_arch=arch),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packhorse.core.formats import LINE_BYTES, TILE_COLS, TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div, round_up
-from packhorse.kernels.cuda.launch import launch, target_of
+from packhorse.kernels.cuda.launch import launch, min_arch, target_of
 from packhorse.kernels.cuda.nvrtc import Variant
 from packhorse.kernels.linear.cuda import (
     DTYPES,
@@ -23,7 +23,6 @@ from packhorse.kernels.linear.cuda import (
     MAX_WARPS,
     TOKEN_FLOATS,
     format_defines,
-    min_arch,
     num_warps,
     ring_bytes,
     sums_bytes,

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from packhorse.core.formats import TILE_COLS, TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div
-from packhorse.kernels.cuda.launch import has_type, launch, saturated
+from packhorse.kernels.cuda.launch import has_type, launch, min_arch, saturated
 from packhorse.kernels.cuda.nvrtc import Variant
 from packhorse.kernels.experts.combine import combine
 from packhorse.kernels.experts.cuda import ExpertTable
 from packhorse.kernels.experts.grouped import by_expert
-from packhorse.kernels.linear.cuda import format_defines, min_arch, whole_tiles
+from packhorse.kernels.linear.cuda import format_defines, whole_tiles
 from packhorse.quant.packed import PackedTensor
 
 TILE_TOKENS = (16, 64)

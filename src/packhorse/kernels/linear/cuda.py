@@ -11,8 +11,8 @@ from torch import Tensor
 
 from packhorse.core.formats import TILE_COLS, TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div, round_up
-from packhorse.kernels.cuda.launch import launch, saturated, target_of
-from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
+from packhorse.kernels.cuda.launch import launch, min_arch, saturated, target_of
+from packhorse.kernels.cuda.nvrtc import Variant
 from packhorse.quant.packed import PackedTensor
 
 MAX_TOKENS = 16
@@ -36,11 +36,6 @@ def format_defines(form: PackedFormat, dtype: torch.dtype, num_tokens: int) -> t
         ("BF16", int(dtype == torch.bfloat16)),
         ("NT", ceil_div(num_tokens, 8)),
     )
-
-
-def min_arch(dtype: torch.dtype) -> int:
-    """The oldest card whose tensor cores know the type."""
-    return 80 if dtype == torch.bfloat16 else MIN_ARCH
 
 
 def unit_bytes(form: PackedFormat) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.formats import TILE_ROWS, PackedFormat
 from packhorse.core.units import ceil_div
-from packhorse.kernels.cuda.launch import launch
+from packhorse.kernels.cuda.launch import launch, min_arch
 from packhorse.kernels.cuda.nvrtc import Variant
 from packhorse.kernels.linear.cuda import KINDS
 from packhorse.quant.packed import PackedTensor
@@ -26,9 +26,7 @@ def variant(form: PackedFormat, dtype: torch.dtype) -> Variant:
         ("GROUP", form.group_len),
         ("OUT", _OUT[dtype]),
     )
-    return Variant(
-        "linear/unpack.cu", "unpack", defines, min_arch=80 if dtype == torch.bfloat16 else Variant.min_arch
-    )
+    return Variant("linear/unpack.cu", "unpack", defines, min_arch=min_arch(dtype))
 
 
 def linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:

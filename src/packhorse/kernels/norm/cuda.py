@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packhorse.kernels.cuda.launch import has_type, launch
-from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
+from packhorse.kernels.cuda.launch import has_type, launch, min_arch
+from packhorse.kernels.cuda.nvrtc import Variant
 
 MAX_HIDDEN = 8192
 """Values of a row at most."""
@@ -15,7 +15,7 @@ MAX_HIDDEN = 8192
 def variant(dtype: torch.dtype) -> Variant:
     """The kernel for activations of `dtype`, fp16 or bf16."""
     bf16 = dtype == torch.bfloat16
-    return Variant("norm/cuda.cu", "residual_norm", (("BF16", int(bf16)),), min_arch=80 if bf16 else MIN_ARCH)
+    return Variant("norm/cuda.cu", "residual_norm", (("BF16", int(bf16)),), min_arch=min_arch(dtype))
 
 
 def fits(x: Tensor, dtype: torch.dtype) -> bool:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from packhorse.core.units import ceil_div
-from packhorse.kernels.cuda.launch import has_type, launch
-from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
+from packhorse.kernels.cuda.launch import has_type, launch, min_arch
+from packhorse.kernels.cuda.nvrtc import Variant
 
 MAX_DIM = 512
 """Values of a head at most."""
@@ -20,7 +20,7 @@ def variant(dtype: torch.dtype, *, fp32: bool, norm: bool, gate: str | None) -> 
     """The kernel into `dtype`, fp16 or bf16, from that or fp32; gate: what is done to it, "silu" or "sigmoid"."""
     bf16 = dtype == torch.bfloat16
     defines = (("BF16", int(bf16)), ("X32", int(fp32)), ("NORM", int(norm)), ("GATE", _GATES[gate]))
-    return Variant("norm/heads.cu", "head_rows", defines, min_arch=80 if bf16 else MIN_ARCH)
+    return Variant("norm/heads.cu", "head_rows", defines, min_arch=min_arch(dtype))
 
 
 def fits(x: Tensor, gate: Tensor | None, dtype: torch.dtype) -> bool:
