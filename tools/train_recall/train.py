@@ -124,7 +124,7 @@ def train(args: argparse.Namespace) -> None:
         net.load_state_dict({k: v.float() for k, v in load_file(args.weights).items()})
     folder = Path(args.work)
     save_tokenizer(folder)
-    steps = range(args.first, args.total)
+    steps = range(args.first, min(args.total, args.until or args.total))
     cells = [
         Cell(task, int(L), int(n), *more)
         for task, L, n, *more in (e.split(":") for e in args.eval.split(",") if e)
@@ -227,6 +227,9 @@ def main() -> None:
     parser.add_argument("--work", default="/tmp/recall", help="folder for the tokenizer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total", type=int, default=4000, help="steps of the whole run")
+    parser.add_argument(
+        "--until", type=int, help="step to end before; rates and mixtures still follow --total"
+    )
     parser.add_argument("--first", type=int, default=0, help="step to begin with, weights given")
     parser.add_argument("--weights", help="weights of an earlier command")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")

@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     static_assert(sizeof(scratch) >= HEAD_DIM * 16, "queries do not fit");
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    scale *= CODE_FACTOR;
     const int sequence = blockIdx.z / num_kv_heads, kv_head = blockIdx.z % num_kv_heads;
     const int group = num_heads / num_kv_heads;
     let_next_start();

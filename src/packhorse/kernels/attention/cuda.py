@@ -216,7 +216,9 @@ class PagedAttention:
             (blocks, min(MAX_SPLITS, ceil_div(self.max_len, MIN_SPLIT)), self.sequences * self.num_kv_heads),
             32 * _WARPS,
             *(pages, queries, batch.page_table, *where, workspace, stats, self.num_heads, self.num_kv_heads),
-            *(batch.page_table.shape[1], self.max_tokens, scale * (256.0 if self.codec == "fp8" else 1.0)),
+            batch.page_table.shape[1],
+            self.max_tokens,
+            scale,
             device=out.device,
             overlap=True,
         )

@@ -21,8 +21,14 @@ typedef Bf16 Math;
 typedef Fp16 Math;
 #endif
 
-// e4m3 bits under fp16's exponent are worth 2^-8 of the value.
-constexpr float CODE_FACTOR = CODEC == FP8 ? 256.f : 1.f;
+// Cards from 8.9 on have an instruction for two e4m3 bytes side by side. Before, their bits are put under fp16's
+// exponent, where they are worth 2^-8 of the value. Both are exact.
+#if __CUDA_ARCH__ >= 890
+constexpr bool CONVERTS = true;
+#else
+constexpr bool CONVERTS = false;
+#endif
+constexpr float CODE_FACTOR = CODEC == FP8 && !CONVERTS ? 256.f : 1.f;
 
 // Bytes of one head of a page, and where its parts begin (all but PLAIN).
 constexpr int ROW_BYTES = CODEC == PLAIN ? 2 * HEAD_DIM : CODEC == FP8 ? HEAD_DIM : HEAD_DIM / 2;
@@ -69,7 +75,7 @@ __device__ __forceinline__ int key_dim(int t, int step) {
 }
 // Those four of a query, in the order that `Keys` has them in.
 __device__ __forceinline__ uint2 key_order(uint2 x) {
-    if constexpr (CODEC == FP8) return make_uint2(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632));
+    if constexpr (CODEC == FP8 && !CONVERTS) return make_uint2(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632));
     return x;
 }
 
@@ -108,6 +114,15 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
 }
 // e4m3 in the high byte of each half: sign, exponent and mantissa where fp16 has its own.
 __device__ __forceinline__ u32 e4m3(u32 x) { return (x & 0x80008000u) | ((x >> 1) & 0x3f803f80u); }
+// The e4m3 bytes 2 half and 2 half + 1 of x in fp16.
+__device__ __forceinline__ u32 converted(u32 x, int half) {
+    u32 y = 0;
+#if __CUDA_ARCH__ >= 890
+    const unsigned short pair = half ? x >> 16 : x & 0xffffu;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(pair));
+#endif
+    return y;
+}
 
 // x & mask | more, in one instruction.
 __device__ __forceinline__ u32 under(u32 x, u32 mask, u32 more) {
@@ -188,6 +203,8 @@ struct Keys {
         for (int i = 0; i < 2; i++) {
             if constexpr (CODEC == PLAIN) {
                 a[i] = w[i][2 * step], a[2 + i] = w[i][2 * step + 1];
+            } else if constexpr (CODEC == FP8 && CONVERTS) {
+                a[i] = converted(w[i][step], 0), a[2 + i] = converted(w[i][step], 1);
             } else if constexpr (CODEC == FP8) {
                 a[i] = e4m3(w[i][step] << 8), a[2 + i] = e4m3(w[i][step]);
             } else {
@@ -251,6 +268,10 @@ struct Values {
             if constexpr (CODEC == PLAIN) {
                 a[2 * i] = __byte_perm(w[2 * i][step], w[2 * i + 1][step], 0x5410);
                 a[2 * i + 1] = __byte_perm(w[2 * i][step], w[2 * i + 1][step], 0x7632);
+            } else if constexpr (CODEC == FP8 && CONVERTS) {
+                const int word = step >> 1;
+                const u32 x = __byte_perm(w[2 * i][word], w[2 * i + 1][word], step & 1 ? 0x7362 : 0x5140);
+                a[2 * i] = converted(x, 0), a[2 * i + 1] = converted(x, 1);
             } else if constexpr (CODEC == FP8) {
                 const int word = step >> 1;
                 const u32 x = __byte_perm(w[2 * i][word], w[2 * i + 1][word], step & 1 ? 0x7632 : 0x5410);
