@@ -1,8 +1,10 @@
-"""Records whose bytes follow from a number, and a process that does nothing but write them.
+"""Records whose bytes follow from a number, and processes that write them.
 
 python tests/durable_files.py DIR FIRST    prints each number when its record is durable, until it is killed
+python tests/durable_files.py DIR STEP     writes 3 and 4 and drops 0, and ends there and then at a step of STEPS
 """
 
+import os
 import sys
 from pathlib import Path
 from random import Random
@@ -12,6 +14,8 @@ from packhorse.store.durable import DurableStore, FileSystem
 from packhorse.store.records import Image, Kind, Record
 
 MODEL = b"m" * 32
+ENDED = 77
+"""Exit code of a process that has reached the step at which it is to end."""
 
 
 def key(number: int, what: str = "key") -> bytes:
@@ -59,5 +63,29 @@ def write_for_ever(folder: Path, first: int) -> None:
         number += 1
 
 
+class Ending(FileSystem):
+    """The process ends at `step`."""
+
+    step = ""
+
+    def reached(self, step: str) -> None:
+        if step == self.step:
+            os._exit(ENDED)
+
+
+def end_at(folder: Path, step: str) -> None:
+    files = Ending()
+    store, model = open_store(folder, files=files)
+    files.step = step
+    store.write(model, [image(3), image(4)])
+    found = find(store, 0)
+    assert found is not None
+    store.drop(found)
+
+
 if __name__ == "__main__":
-    write_for_ever(Path(sys.argv[1]), int(sys.argv[2]))
+    where, what = Path(sys.argv[1]), sys.argv[2]
+    if what.isdigit():
+        write_for_ever(where, int(what))
+    else:
+        end_at(where, what)

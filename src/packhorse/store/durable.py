@@ -428,7 +428,7 @@ class DurableStore:
         oldest = -1.0 if self.max_age is None else now - self.max_age
         with self.transaction() as write:
             for table in ("records", "prefixes"):
-                write.execute(f"UPDATE {table} SET created = ?1 WHERE created > ?1", (now,))
+                write.execute(f"UPDATE {table} SET created = ? WHERE created > ?", (now, now))
             write.execute("DELETE FROM prefixes WHERE created < ?", (oldest,))
             query = "SELECT id, model, file FROM records WHERE created < ?"
             doomed = write.execute(query, (oldest,)).fetchall()
