@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_staging import late  # noqa: F401
 
 from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
 from packhorse.core.cost import UNPACK_BYTES
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
+from packhorse.core.types import PAGE_LEN
 from packhorse.core.units import GIB, MIB, ceil_div, parse_bytes
+from packhorse.engine.experts import KEPT_FOR_TIERS
 from packhorse.engine.graphs import BUCKETS
 from packhorse.facts import steps
 from packhorse.facts.known import known_model, known_names
@@ -37,11 +40,14 @@ from packhorse.kernels.experts.cuda import MAX_EXPERTS, MAX_TOP_K
 from packhorse.kernels.norm.cuda import MAX_HIDDEN
 from packhorse.layers.step import misfit
 from packhorse.plan import account
-from packhorse.plan.place import SWEEPS, Footprint, Job, place
+from packhorse.plan.place import NOT_LENT, SWEEPS, Footprint, Job, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict, tail_s
 from packhorse.plan.report import table, to_document
 from packhorse.plan.size import size_engine
 from packhorse.plan.solve import Wishes, solve
+from packhorse.store.kv import KVStore
+from packhorse.store.staging import SLOTS_DOWN, SLOTS_UP
+from packhorse.store.tier import StoreGeometry
 
 CODECS = ("fp16", "fp8", "k5v4", "k4v4")
 MODELS = ("qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3.5-4b", "qwen3-next-80b-a3b", "qwen3-30b-a3b", "qwen3-32b")
@@ -280,6 +286,35 @@ def test_a_refused_wish_is_not_offered_again_and_has_a_way_out():
     assert any({"disk", "ram", "context"} <= set(change) for change in short)
 
 
+def test_what_the_engine_cannot_run_comes_with_what_it_runs():
+    """Also where it is fast enough; without a way that it runs there is no offer."""
+    facts, machine = known_model("qwen3-32b"), read_profile("rtx-3090")
+    plan = solve(facts, machine, Wishes(sequences=4))
+    assert plan.fits and not plan.crawls and plan.unbuilt == ("mlp in int4 outside the card",)
+    found = [dict(offer.change) for offer in plan.alternatives]
+    assert {"sequences": 2} in found and {"kv": "k5v4"} in found and all(o.built for o in plan.alternatives)
+    for change in ({"sequences": 2}, {"kv": "k5v4"}):
+        again = replace(Wishes(sequences=4, context=plan.placement.job.context), **change)
+        assert solve(facts, machine, again).executable
+    two = solve(known_model("qwen3.8-27b"), read_profile("rtx-3090-x2"), Wishes(context=131_072))
+    assert two.unbuilt == ("2 cards",) and not two.crawls and two.alternatives == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "kv"), [("qwen3.6-35b-a3b", "fp8"), ("qwen3-32b", "fp16"), ("qwen3.5-4b", "k5v4")]
+)
+def test_staging_is_planned_as_the_store_takes_it(name, kv, late):  # noqa: F811
+    """Pages of 0.6 to 16 MiB over all layers, on what passes for a card."""
+    facts = known_model(name)
+    geometry = StoreGeometry.of(facts, torch.float16, PAGE_LEN, kv)
+    store = KVStore(geometry, num_pages=2, sequences=1, snapshots=1, snapshot_len=8192)
+    store.add_tiers(ram_bytes=MIB, disk=None, model=0)
+    staging = store.lower._staging
+    assert (SLOTS_UP + SLOTS_DOWN) * staging.size == account.staging_bytes(facts, kv, PAGE_LEN)
+    plan = solve(facts, read_profile("a100-80g"), Wishes(context=8192, kv=kv))
+    assert plan.placement.tiers["host"].items["staging"] == account.staging_bytes(facts, kv, PAGE_LEN)
+
+
 def test_without_a_card_weights_are_packed_where_unpacked_ones_find_no_room():
     facts = known_model("qwen3.6-35b-a3b")
     plans = {
@@ -462,6 +497,7 @@ def test_step_kernels_are_planned_for_as_they_are():
     """What facts say of them is what the kernels' own modules say, and each reason is found."""
     assert (steps.MAX_HIDDEN, steps.MAX_EXPERTS, steps.MAX_TOP_K) == (MAX_HIDDEN, MAX_EXPERTS, MAX_TOP_K)
     assert steps.DELTA_HEAD_DIMS == HEAD_DIMS and BUCKETS[-1] == steps.MAX_SEQUENCES
+    assert NOT_LENT == KEPT_FOR_TIERS
     facts = known_model("qwen3.6-35b-a3b")
     assert steps.step_misfit(facts, "bf16") is steps.step_misfit(facts, "fp16") is None
     wrong = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from packhorse.core import cost, formats
-from packhorse.core.units import MIB, ceil_div, format_bytes
+from packhorse.core.units import KIB, MIB, ceil_div, format_bytes, round_up
 from packhorse.facts.machine import calibration
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
@@ -24,8 +24,9 @@ DECODE_COPIES = 5
 """fp32 tensors of a segment's K that live at once while K and V are decoded: K, codes, values, two of bytes."""
 PROCESS_BYTES = 512 * MIB
 """Memory that is not planned: the interpreter, libraries, allocator slack."""
-PINNED_RING_BYTES = 64 * MIB
-"""Pinned host memory through which pages and weights pass on their way."""
+STAGING_SLOTS, SLOT_BYTES, SLOT_HEADER_BYTES = 28, 4 * MIB, 64 * KIB
+"""Pinned slots of both directions between a card and the tiers below it; bytes of pages in one at most, unless one page
+is larger; and of its header: as store.staging and store.lower have them."""
 
 
 def kv_token_bytes(facts: ModelFacts, codec: str) -> int:
@@ -41,6 +42,13 @@ def kv_page_bytes(facts: ModelFacts, codec: str, page_len: int) -> int:
 def kv_bytes(facts: ModelFacts, codec: str, num_tokens: int, page_len: int) -> int:
     """All pages of `num_tokens` tokens, over all layers."""
     return ceil_div(num_tokens, page_len) * facts.num_full_layers * kv_page_bytes(facts, codec, page_len)
+
+
+def staging_bytes(facts: ModelFacts, codec: str, page_len: int) -> int:
+    """Pinned host memory through which pages pass between a card and the tiers below it."""
+    page = kv_bytes(facts, codec, page_len, page_len)
+    pages = max(1, SLOT_BYTES // page) if page else 1
+    return STAGING_SLOTS * round_up(pages * (page + 4 * page_len) + SLOT_HEADER_BYTES, 4 * KIB)
 
 
 def snapshot_bytes(facts: ModelFacts, dtype: str) -> int:

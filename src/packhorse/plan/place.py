@@ -441,7 +441,8 @@ def _share(footprint: Footprint, part: ModelFacts, card: _Card, sweep_len: int) 
 
 def _host(footprint: Footprint, machine: Machine, job: Job, wanted: int) -> tuple[Tier, int, bool]:
     """Host memory beside cards: what must be, then moving units, then a document for each sequence."""
-    items = {"process": account.PROCESS_BYTES, "pinned_ring": account.PINNED_RING_BYTES}
+    staging = account.staging_bytes(footprint.facts, job.kv, PAGE_LEN)
+    items = {"process": account.PROCESS_BYTES, "staging": staging}
     if not footprint.facts.tied:
         items["embeddings"] = footprint.classes["embeddings"]
     host_kv = job.context - job.device_kv

@@ -31,7 +31,7 @@ OLDEST, BF16_FROM = 75, 80
 MAX_STRETCH = 4
 """How many times its own window YaRN may stretch a model."""
 CRAWL = 10.0
-"""Tokens a second below which another model is worth a word."""
+"""Tokens a second below which something else is worth a word."""
 MAX_DRAFT = 16
 """Tokens guessed ahead in a step: a guess so late is hardly ever right."""
 RAM_STEPS = tuple(size * GIB for size in (16, 24, 32, 48, 64, 96, 128, 192, 256))
@@ -122,6 +122,11 @@ class Plan:
         """Whether the engine can run it as planned, today."""
         return self.fits and not self.unbuilt
 
+    @property
+    def crawls(self) -> bool:
+        """Whether it does not fit, or is so slow that something else is worth a word."""
+        return not self.times or self.times[EXPECTED].decode_tok_s_end < CRAWL
+
 
 def reach(facts: ModelFacts) -> int:
     """Tokens that the model's window has, or may have where YaRN stretches it."""
@@ -158,8 +163,7 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
         facts, capped, footprint.recipe, placement, comfortable, limit, times,
         unbuilt=_unbuilt(footprint, capped, placement), footprint=footprint,
     )  # fmt: skip
-    crawls = not times or times[EXPECTED].decode_tok_s_end < CRAWL
-    offers = tuple(_Offers(plan, machine, wishes)) if crawls else ()
+    offers = tuple(_Offers(plan, machine, wishes)) if plan.crawls or plan.unbuilt else ()
     return replace(plan, alternatives=offers, warnings=tuple(_warnings(plan, machine, wishes)))
 
 
@@ -220,7 +224,8 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
 
 class _Offers:
     """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest, the
-    executable ones first. Where nothing fits that way, several changes at once."""
+    executable ones first, and these alone beside a plan that lacks nothing else. Where nothing fits that way, several
+    changes at once."""
 
     def __init__(self, plan: Plan, machine: Machine, wishes: Wishes) -> None:
         self._plan, self._machine, self._wishes = plan, machine, wishes
@@ -295,8 +300,12 @@ class _Offers:
         plan = self._plan
         least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
         tried = [self._offer(change) for change in changes]
-        found = [offer for offer in tried if offer is not None and offer.times.decode_tok_s_end >= least]
-        found = [offer for offer in found if offer.built] or found
+        found = [offer for offer in tried if offer is not None]
+        if plan.crawls:
+            found = [offer for offer in found if offer.times.decode_tok_s_end >= least]
+            found = [offer for offer in found if offer.built] or found
+        else:  # it fits and is fast: what the engine runs is all that it lacks
+            found = [offer for offer in found if offer.built]
         walks = [offer for offer in found if offer.times.decode_tok_s_end >= CRAWL]
         return walks[0] if walks else max(found, key=lambda offer: offer.times.decode_tok_s_end, default=None)
 
