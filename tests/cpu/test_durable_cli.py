@@ -94,6 +94,27 @@ def test_a_store_that_was_emptied_says_so(tmp_path, capsys, hut):
     assert figures(capsys)[1] > 900
 
 
+def test_what_is_damaged_is_read_again_and_told(tmp_path, capsys, hut):
+    store = tmp_path / "s"
+    assert ask(store, hut, QUESTION) == 0
+    _, _, answer = figures(capsys)
+    damaged = 0
+    for path in (store / "models").glob("*/*"):
+        data = bytearray(path.read_bytes())
+        if b'"kind":"pages"' in data[:4096]:
+            data[-9] ^= 1
+            damaged += 1
+            path.write_bytes(data)
+    assert damaged == 1
+    assert ask(store, hut, QUESTION, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["answer"], told["usage"]["reused_tokens"]) == (answer.strip(), 0)
+    assert any("could not be used and was read again (checksum " in text for text in told["notes"])
+    assert ask(store, hut, QUESTION) == 0
+    captured = capsys.readouterr().err
+    assert "could not be used" not in captured and "reused 0," not in captured
+
+
 def changed(tmp_path: Path, what: str) -> Path:
     """The model with one thing about it changed."""
     folder = Path(shutil.copytree(shared_folder("qwen3_5", PLAIN), tmp_path / "model"))

@@ -281,6 +281,26 @@ def test_damaged_files_are_never_believed(tmp_path):
     check_consistent(store)
 
 
+def test_what_is_damaged_is_replaced_when_it_comes_again(tmp_path):
+    """Also where nobody has tried to read it; what a disk does not read for a moment stays."""
+    files = Faulty()
+    store, model = numbers.open_store(tmp_path / "s", files=files)
+    images = [numbers.image(n) for n in range(6)]
+    assert store.write(model, images)
+    for path in files_of(store.folder)[:3]:
+        path.write_bytes(path.read_bytes()[:-1])
+    files.errors = {"read": errno.EIO}
+    assert store.write(model, images) and store.counters["replaced_records"] == 3, (
+        "of these the size was wrong"
+    )
+    files.errors = {}
+    assert store.write(model, images) and store.counters["replaced_records"] == 3
+    for n in range(6):
+        check_found(store, n)
+    check_consistent(store)
+    assert store.counters["written_records"] == 9
+
+
 def test_files_exchanged_with_their_checksums(tmp_path):
     """A row that points to another record's whole and valid file."""
     store, model = numbers.open_store(tmp_path / "s")

@@ -1,5 +1,6 @@
 """A server over a store: restarts, keys, store: false, meters, health."""
 
+import json
 import re
 from pathlib import Path
 
@@ -55,6 +56,28 @@ def test_restarts_and_meters(tmp_path):
         assert figure(live, "packhorse_store_total", "restored_tokens") > 1000
         files = [p for p in (tmp_path / "s" / "models").glob("*/*") if p.suffix == ".safetensors"]
         assert figure(live, "packhorse_store_held", "disk_records") == len(files) > 1
+
+
+def test_misses_are_counted_by_reason_and_damage_is_logged(tmp_path, capsys):
+    other = "The inn has two stables and no mule. " * 30
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        assert cached(live, "How many?") == 0
+        assert figure(live, "packhorse_store_total", "miss_absent") == 1
+    for path in (tmp_path / "s" / "models").glob("*/*"):
+        data = bytearray(path.read_bytes())
+        data[5000] ^= 1
+        path.write_bytes(data)
+    assert "lost_records" not in capsys.readouterr().err
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        assert cached(live, "How many?") == 0
+        lost = figure(live, "packhorse_store_total", "miss_checksum")
+        assert lost >= 1 and figure(live, "packhorse_store_held", "disk_quota_bytes") > 0
+        logged = [json.loads(line) for line in capsys.readouterr().err.splitlines() if "lost_records" in line]
+        assert logged[-1]["lost_records"] == {"checksum": lost}
+        live.wait(lambda: figure(live, "packhorse_store_held", "backlog_bytes") == 0)
+        assert cached(live, "Who is it?") > 1000, "it was written again"
+        # A prompt that leaves what is stored where there is no state.
+        assert cached(live, "", messages=[{"role": "user", "content": TEXT[:700] + other}]) == 0
 
 
 @pytest.mark.parametrize("shared", [False, True])

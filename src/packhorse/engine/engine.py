@@ -42,6 +42,8 @@ GIVEN_MORE = 256 * MIB
 that it happens to a request."""
 GIVEN_TIMES = 3
 """How often they do for one request."""
+NOTHING_LOST = ("absent", "no_state", "slower", "gone")
+"""Misses of the tiers below that are no damage: nothing was there, or it was not wanted, or made way meanwhile."""
 
 
 class Engine:
@@ -172,6 +174,13 @@ class Engine:
         wait: for the disk, where it is behind."""
         if self.store.lower is not None:
             self.store.lower.advance(WRITE_BEHIND_BYTES, wait=wait)
+
+    @property
+    def lost_records(self) -> dict[str, int]:
+        """By reason: stored records that were found, could not be used, and whose text was read again."""
+        counts = {} if self.store.lower is None else self.store.lower.counters
+        misses = {name.removeprefix("miss_"): n for name, n in counts.items() if name.startswith("miss_")}
+        return {name: count for name, count in misses.items() if name not in NOTHING_LOST}
 
     def flush(self) -> None:
         """Wait until what is to be kept is durable, or has failed to be."""

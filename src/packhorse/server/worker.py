@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import sys
 import threading
@@ -146,6 +147,7 @@ class Worker:
         self._jobs: dict[str, Job] = {}
         self._started: dict[str, float] = {}
         self._step_began: float | None = None
+        self._lost: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -420,6 +422,11 @@ class Worker:
     def _publish(self) -> None:
         scheduler = self._engine.scheduler
         self.snapshot = Snapshot(len(scheduler.waiting), len(scheduler.running), self._engine.store.stats)
+        lost = self._engine.lost_records
+        if lost != self._lost:
+            self._lost = lost
+            line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "lost_records": lost}
+            print(json.dumps(line), file=sys.stderr, flush=True)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more

@@ -286,14 +286,14 @@ class DurableStore:
         return max(0, min(self.quota - self._index_bytes() - pinned, free + held - pinned))
 
     def write(self, model: int, images: Sequence[Image]) -> bool:
-        """Make images durable, in order; True: they are. Those that are there already are left alone.
+        """Make images durable, in order; True: they are. Those that are there already, and whole, are left alone.
 
         On failure nothing of them is left, `trouble` says why, and the next write tries again.
         """
         return self._write("a write", self._write_images, model, images) is True
 
     def _write_images(self, model: int, images: Sequence[Image]) -> bool:
-        new = [image for image in images if not self._has(image.record)]
+        new = [image for image in images if not self._is_whole(image.record)]
         if not new:
             return True
         need = sum(round_up(image.record.num_bytes, BLOCK) for image in new)
@@ -668,21 +668,32 @@ class DurableStore:
                 total += (self.folder / name).stat().st_size
         return total
 
-    def _has(self, record: Record) -> bool:
-        query = "SELECT 1 FROM records WHERE kind = ? AND parent = ? AND key = ?"
-        return self._writer.execute(query, record.identity).fetchone() is not None
+    def _is_whole(self, record: Record) -> bool:
+        """Whether a record is there. One that is damaged is deleted: whoever asks has it anew."""
+        for found in self._select("kind = ? AND parent = ? AND key = ?", record.identity, gone=True):
+            try:
+                self.read(found)
+            except UnreadableError as error:
+                if error.reason != "io_error":  # which may pass
+                    self._delete([(found.id, found.model, found.file)])
+                    self.counters["replaced_records"] += 1
+                    return False
+            return True
+        return False
 
     def _next_use(self) -> int:
         return int(self._writer.execute("SELECT ifnull(max(used), 0) + 1 FROM records").fetchone()[0])
 
-    def _select(self, where: str, values: Sequence[Any]) -> list[DiskRecord]:
+    def _select(self, where: str, values: Sequence[Any], *, gone: bool = False) -> list[DiskRecord]:
+        """Records that a condition of SQL holds for; gone: those too that are not offered any more."""
         try:
             rows = self._reader.execute(f"SELECT {_COLUMNS} FROM records WHERE {where}", values).fetchall()
             found = [DiskRecord(Kind(row[0]), *row[1:]) for row in rows if tuple(map(type, row)) == _TYPES]
         except (sqlite3.Error, ValueError) as error:
             self._complain(error)
             return []
-        return [record for record in found if record.id not in self._gone and _NAME.fullmatch(record.file)]
+        found = [record for record in found if _NAME.fullmatch(record.file)]
+        return [record for record in found if gone or record.id not in self._gone]
 
     def _write(self, what: str, function: Any, *args: Any) -> Any:
         """Call a writing function; a failure of the system is counted and remembered, and None is returned."""
