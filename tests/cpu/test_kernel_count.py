@@ -21,6 +21,7 @@ from packhorse.engine.experts import join_shared_experts, resident_table
 from packhorse.engine.graphs import StepGraphs
 from packhorse.facts.known import known_model
 from packhorse.facts.weights import class_of
+from packhorse.kernels.attention import cuda as attention
 from packhorse.kernels.cuda import launch
 from packhorse.kernels.cuda.nvrtc import Target
 from packhorse.kernels.linear import cuda as linear
@@ -75,6 +76,7 @@ def counts(monkeypatch) -> Counter[str]:
     found: Counter[str] = Counter()
     monkeypatch.setattr(launch, "_native_target", lambda index: Target(90))
     monkeypatch.setattr(launch, "_kernels", Kernels())
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(linear, "fits", lambda x, weight: x.is_meta)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)

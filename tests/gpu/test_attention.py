@@ -6,7 +6,7 @@ from torch import Tensor
 
 from packhorse.core.errors import UnsupportedCardError, UsageError
 from packhorse.core.units import ceil_div
-from packhorse.kernels.attention.cuda import MAX_SPLITS, DecodeBatch, PagedAttention, split_len
+from packhorse.kernels.attention.cuda import DecodeBatch, PagedAttention, split_len
 from packhorse.kernels.cuda.launch import prepare, target_of
 from packhorse.kernels.norm.ref import rms_norm
 from packhorse.kernels.rope.ref import apply_rope
@@ -160,8 +160,9 @@ def test_bf16_activations():
 @pytest.mark.parametrize(("codec", "dim"), [("fp16", 64), ("fp8", 64), ("k5v4", 64), ("k4v4", 128)])
 def test_bits_do_not_depend_on_who_else_is_asked(codec, dim):
     """Sixteen tokens at once, one at a time, alone and in a batch, also where the split length changes."""
-    change = MAX_SPLITS * 128
-    assert split_len(change) == 128 and split_len(change + 1) == 256
+    splits = PagedAttention(codec, 4, 1, dim, torch.float16, 1, 1, 1).splits(torch.device("cuda"))
+    change = splits * 128
+    assert split_len(change, splits) == 128 and split_len(change + 1, splits) == 192
     case = Case(codec, (4, 1), dim, [(change - 9, 16), (100, 3), (37, 1)])
     together = case.run()
     close(together[:-1], case.want(), BOUND[torch.float16])
@@ -174,6 +175,14 @@ def test_bits_do_not_depend_on_who_else_is_asked(codec, dim):
             workspace = torch.full((kernels.workspace_floats,), torch.nan, device="cuda")
             kernels.attend(case.raw, case.queries[row : row + 2].contiguous(), alone, out, workspace)
             assert torch.equal(out[0], together[row]), f"sequence {i}, token {t}"
+
+
+@pytest.mark.parametrize("num_kv", [1, 2, 8])
+def test_long_contexts(num_kv):
+    """Splits whose lengths are no powers of two; with 8 KV heads of more than 64 pages each."""
+    length = 450_000 if num_kv == 8 else 100_003
+    case = Case("fp8", (2 * num_kv, num_kv), 64, [(length, 1), (5000, 1)])
+    close(case.run()[:-1], case.want(), BOUND[torch.float16])
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0])

@@ -1,9 +1,9 @@
 // Attention of 1 to 16 query tokens a sequence over paged K and V, in two kernels: `attend_split` over one split of the
 // keys, `attend_merge` over the splits of one query.
 //
-// Splits lie at absolute multiples of a length that follows from a query's own number of keys, tiles of 16 keys at
-// absolute multiples of 16, and everything is added up in the order of positions. So a query's bits depend on its own
-// keys alone: not on the batch, nor on how many tokens are asked at once.
+// Splits lie at absolute multiples of a length that follows from a query's own number of keys (and the card, which is to
+// be full), tiles of 16 keys at absolute multiples of 16, and everything is added up in the order of positions. So a
+// query's bits depend on its own keys alone: not on the batch, nor on how many tokens are asked at once.
 //
 // -D CODEC, HEAD_DIM, MATH_BF16 (what is multiplied in), BF16 (the activations' type), MAX_SPLITS.
 #include "kv.cuh"
@@ -12,32 +12,32 @@ constexpr int WARPS = 4;
 constexpr int TILE = 16;
 constexpr int MIN_SPLIT = 128;
 constexpr int ROWS = 8;           // query rows of a block: columns of the product
-constexpr int MAX_SPLIT_PAGES = 64;
+constexpr int MAX_SPLIT_PAGES = 176;
 // exp(score - max) is at most 2^14 here: fp16 has more room above 1 than below.
 constexpr float TOP = 14.f;
 #define NONE __int_as_float(0xff800000)  // minus infinity
 
-// Splits of a query with `len` keys: as short as MAX_SPLITS of them allow.
-__device__ __forceinline__ int split_len(int len) {
-    int split = MIN_SPLIT;
-    while (len > split * MAX_SPLITS) split *= 2;
-    return split;
+constexpr int SPLIT_STEP = WARPS * TILE;
+
+// Keys of a split for a query with `len` of them: as few as `splits` of them allow.
+__device__ __forceinline__ int split_len(int len, int splits) {
+    return max(MIN_SPLIT, (len + SPLIT_STEP * splits - 1) / (SPLIT_STEP * splits) * SPLIT_STEP);
 }
 
 // A block's query tokens: those of one sequence that share a split length, as many as 8 rows hold.
 struct Queries {
     int token, count, split;
 
-    __device__ __forceinline__ Queries(int block, int position, int num_tokens, int group) {
+    __device__ __forceinline__ Queries(int block, int position, int num_tokens, int group, int splits) {
         const int block_tokens = ROWS / group;
-        split = split_len(position + 1);
-        const int same = min(num_tokens, split * MAX_SPLITS - position);  // tokens of this split length
+        split = split_len(position + 1, splits);
+        const int same = min(num_tokens, split * splits - position);  // tokens of this split length
         const int blocks = (same + block_tokens - 1) / block_tokens;
         if (block < blocks) {
             token = block * block_tokens;
             count = min(block_tokens, same - token);
         } else {
-            split *= 2;
+            split += SPLIT_STEP;
             token = same + (block - blocks) * block_tokens;
             count = min(block_tokens, num_tokens - token);
         }
@@ -64,12 +64,12 @@ __device__ __forceinline__ float power(float x, float max) { return x == NONE ? 
 
 // pages: of this layer. q [rows, num_heads, D] in the multiplied type, in the codec's basis. page_table [sequences,
 // max_pages]; of a sequence: first_row among q's rows, num_tokens (0: none), position of the first.
-// partial [sequences, heads, tokens, splits, D] and stats [.., 2] (max in powers of two, sum), fp32.
-// Grid: blocks of query tokens, splits, sequences x KV heads.
+// partial [sequences, heads, tokens, MAX_SPLITS, D] and stats [.., 2] (max in powers of two, sum), fp32.
+// splits: of a query, at most. Grid: blocks of query tokens, splits, sequences x KV heads.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     attend_split(const unsigned char* pages, const unsigned short* q, const int* page_table, const int* first_row,
                  const int* num_tokens, const int* positions, float* partial, float2* stats, int num_heads,
-                 int num_kv_heads, int max_pages, int max_tokens, float scale) {
+                 int num_kv_heads, int max_pages, int max_tokens, int splits, float scale) {
     constexpr int HALVES = HEAD_DIM > 128 ? 2 : 1;  // the output passes shared memory in so many parts
     constexpr int OUT_ROW = HEAD_DIM / HALVES + 4;  // 4 more keep the banks apart
     __shared__ __align__(16) unsigned char scratch[WARPS * ROWS * OUT_ROW * 4];
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     wait_for_previous();
     const int tokens = num_tokens[sequence], position = positions[sequence], row0 = first_row[sequence];
     if (tokens == 0) return;
-    const Queries own(blockIdx.x, position, tokens, group);
+    const Queries own(blockIdx.x, position, tokens, group, splits);
     if (own.count <= 0) return;
     const int start = blockIdx.y * own.split, num_keys = position + own.token + own.count;
     if (start >= num_keys) return;
@@ -234,7 +234,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 // out [rows, num_heads, D] in the activations' type. Grid: tokens, heads, sequences; 4 D threads.
 extern "C" __global__ void __launch_bounds__(4 * HEAD_DIM)
     attend_merge(const float* partial, const float2* stats, const int* first_row, const int* num_tokens,
-                 const int* positions, const void* gate, unsigned short* out, int gate_stride, int gate_fp32) {
+                 const int* positions, const void* gate, unsigned short* out, int gate_stride, int gate_fp32,
+                 int splits) {
     constexpr int SEGMENTS = 16, QUADS = HEAD_DIM / 4;
     __shared__ __align__(16) float sums[SEGMENTS][HEAD_DIM];
     __shared__ float row[HEAD_DIM];
@@ -244,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(4 * HEAD_DIM)
     const int tokens = num_tokens[sequence], position = positions[sequence];
     const int r = first_row[sequence] + token;
     if (token >= tokens) return;
-    const int len = position + token + 1, split = split_len(len), count = (len + split - 1) / split;
+    const int len = position + token + 1, split = split_len(len, splits), count = (len + split - 1) / split;
     const size_t first = (((size_t)sequence * gridDim.y + head) * gridDim.x + token) * MAX_SPLITS;
 
     // Every warp for itself: the greatest maximum, and the sum over all splits.

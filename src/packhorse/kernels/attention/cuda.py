@@ -18,7 +18,7 @@ from packhorse.core.errors import UsageError
 from packhorse.core.formats import KV_FORMATS, kv_token_bytes
 from packhorse.core.types import PAGE_LEN
 from packhorse.core.units import ceil_div
-from packhorse.kernels.cuda.launch import launch
+from packhorse.kernels.cuda.launch import launch, multiprocessors
 from packhorse.kernels.cuda.nvrtc import MIN_ARCH, Variant
 
 MAX_QUERIES = 16
@@ -27,13 +27,15 @@ MAX_GROUP = 8
 """Query heads of a KV head."""
 MAX_SPLITS = 256
 MIN_SPLIT = 128
-MAX_CONTEXT = MAX_SPLITS * 64 * PAGE_LEN
-"""Tokens of a sequence: a split has at most 64 pages."""
+_LEAST_SPLITS = 96
 _WARPS = 4
+_SPLIT_STEP = 16 * _WARPS
+MAX_CONTEXT = 1 << 20
+"""Tokens of a sequence: a split has at most 176 pages."""
 _CODECS = {"fp16": 0, "bf16": 0, "fp8": 1, "k5v4": 2, "k4v4": 3}
 
-_MIN_BLOCKS = {"fp16": 2, "bf16": 2, "fp8": 3, "k5v4": 3, "k4v4": 3}
-"""Blocks of a multiprocessor: as many as registers allow without spills."""
+_BLOCKS = {256: (2, 3), 128: (3, 4), 64: (5, 6)}
+"""Blocks of a multiprocessor, as many as registers allow without spills: by dims of a head, in 16 bits and in codes."""
 
 
 class DecodeBatch(NamedTuple):
@@ -52,12 +54,9 @@ class DecodeBatch(NamedTuple):
     row_position: Tensor
 
 
-def split_len(num_keys: int) -> int:
-    """Keys of a split for a query that sees `num_keys` of them: as in cuda.cu."""
-    length = MIN_SPLIT
-    while num_keys > length * MAX_SPLITS:
-        length *= 2
-    return length
+def split_len(num_keys: int, splits: int) -> int:
+    """Keys of a split for a query that sees `num_keys` of them and has at most so many splits: as in cuda.cu."""
+    return max(MIN_SPLIT, ceil_div(num_keys, _SPLIT_STEP * splits) * _SPLIT_STEP)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class PagedAttention:
             ("MATH_BF16", int(math_bf16)),
             ("BF16", int(bf16)),
         )
-        split = (("MAX_SPLITS", MAX_SPLITS), ("MIN_BLOCKS", _MIN_BLOCKS[self.codec]))
+        split = (("MAX_SPLITS", MAX_SPLITS), ("MIN_BLOCKS", self._blocks))
         arch = 80 if bf16 or math_bf16 else MIN_ARCH
         return {
             "write_kv": Variant("attention/write.cu", "write_kv", defines, min_arch=arch),
@@ -128,6 +127,17 @@ class PagedAttention:
         assert pages.shape[1] == page_bytes and pages.is_contiguous(), (
             f"the kernels read pages of {PAGE_LEN} tokens"
         )
+
+    @property
+    def _blocks(self) -> int:
+        return _BLOCKS[self.head_dim][_CODECS[self.codec] > 0]
+
+    def splits(self, device: torch.device) -> int:
+        """Most splits of a query: as many as make blocks that fill a card's multiprocessors a whole number of times.
+        A wave that is not full takes as long as a full one."""
+        at_once = multiprocessors(device) * self._blocks
+        waves = ceil_div(_LEAST_SPLITS * self.num_kv_heads, at_once)
+        return min(MAX_SPLITS, waves * at_once // self.num_kv_heads)
 
     @property
     def workspace_floats(self) -> int:
@@ -211,14 +221,13 @@ class PagedAttention:
         stats = workspace[self.workspace_floats // (self.head_dim + 2) * self.head_dim :]
         where = (batch.first_row, batch.num_tokens, batch.position)
         scale = self.head_dim**-0.5 * 1.4426950408889634  # exponentials are powers of two
+        splits = self.splits(out.device)
         launch(
             self.variants["attend_split"],
-            (blocks, min(MAX_SPLITS, ceil_div(self.max_len, MIN_SPLIT)), self.sequences * self.num_kv_heads),
+            (blocks, min(splits, ceil_div(self.max_len, MIN_SPLIT)), self.sequences * self.num_kv_heads),
             32 * _WARPS,
             *(pages, queries, batch.page_table, *where, workspace, stats, self.num_heads, self.num_kv_heads),
-            batch.page_table.shape[1],
-            self.max_tokens,
-            scale,
+            *(batch.page_table.shape[1], self.max_tokens, splits, scale),
             device=out.device,
             overlap=True,
         )
@@ -229,6 +238,7 @@ class PagedAttention:
             4 * self.head_dim,
             *(workspace, stats, *where, gate, out),
             *(0 if gate is None else gate.stride(0), int(gate is not None and gate.dtype == torch.float32)),
+            splits,
             device=out.device,
             overlap=True,
         )

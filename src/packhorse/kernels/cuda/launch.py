@@ -102,6 +102,12 @@ def _native_arch(index: int) -> int:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a card."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def _native_target(index: int) -> Target:
     arch = _native_arch(index)
     if arch < MIN_ARCH:
