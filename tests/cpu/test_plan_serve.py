@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -23,6 +25,7 @@ from packhorse.plan.predict import EXPECTED
 from packhorse.plan.report import check_planned, read_saved, to_document
 from packhorse.plan.size import size_engine
 from packhorse.plan.solve import Wishes, solve
+from packhorse.server import worker
 
 
 @pytest.fixture
@@ -63,6 +66,30 @@ def test_the_server_runs_a_plan_and_shows_it_beside_what_it_takes(save):
             assert [float(line[len(label) :]) for line in metrics.splitlines() if line.startswith(label)] == [
                 size
             ]
+
+
+def test_the_drivers_figure_stands_beside_the_plan(monkeypatch):
+    """Of a card, asked for in the engine's thread and not at every step."""
+    asked = []
+
+    def used_bytes() -> int:
+        asked.append(threading.current_thread().name)
+        return 7 * GIB + len(asked)
+
+    monkeypatch.setattr(worker, "CARD_S", 3600.0)
+    with servers.scripted() as live:
+        assert "card" not in live.get("/plan").json()["bytes"]
+        session = live.service.session
+        session.card = SimpleNamespace(cap=8 * GIB, used_bytes=used_bytes)
+        for _ in range(2):
+            live.chat("hi", max_tokens=4)
+        live.wait_idle()
+        assert asked == ["engine"]
+        told = {"cap": 8 * GIB, "planned": session.sizes.device_bytes, "used": 7 * GIB + 1}
+        assert live.get("/plan").json()["bytes"]["card"] == told
+        label = 'packhorse_bytes{consumer="card",kind="used",tier="device"} '
+        [line] = [line for line in live.get("/metrics").text.splitlines() if line.startswith(label)]
+        assert float(line[len(label) :]) == told["used"]
 
 
 def test_packed_files_are_planned_as_the_engine_keeps_them(tmp_path):

@@ -21,6 +21,7 @@ from packhorse.core.errors import CardLostError, InvalidRequestError, UsageError
 from packhorse.core.protocols import Steering
 from packhorse.core.types import Event, FinishReason, Request, SamplingParams, Usage
 from packhorse.engine import documents
+from packhorse.engine.card import CardMemory
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
 from packhorse.facts.model import ModelFacts
@@ -100,15 +101,18 @@ class Session:
         options: dict[str, Any] | None = None,
         notes: Sequence[str] = (),
         sizes: Sizes | None = None,
+        card: CardMemory | None = None,
     ) -> None:
         """Joins parts that are made already; `open` makes them. template: None continues plain text.
-        options: go to every rendering of the template. sizes: what was planned before loading."""
+        options: go to every rendering of the template. sizes: what was planned before loading. card: its memory,
+        None on a CPU."""
         self.facts = facts
         self.tokenizer = tokenizer
         self.template = template
         self.engine = engine
         self.notes = tuple(notes)
         self.sizes = sizes
+        self.card = card
         self._options = options or {}
         self._num_answers = 0
 
@@ -156,9 +160,13 @@ class Session:
             facts, config or EngineConfig(sequences=1), lambda: Detokenizer(tokenizer), progress
         )
         notes = (*fetch_notes, *loaded.notes)
-        return cls(
-            facts, tokenizer, template, loaded.engine, options=options, notes=notes, sizes=loaded.sizes
-        )
+        found: dict[str, Any] = {
+            "options": options,
+            "notes": notes,
+            "sizes": loaded.sizes,
+            "card": loaded.card,
+        }
+        return cls(facts, tokenizer, template, loaded.engine, **found)
 
     @property
     def window(self) -> int:

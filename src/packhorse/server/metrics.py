@@ -101,7 +101,7 @@ class _Live(Collector):
             for kind, count in store.kv_misfits.items():
                 misfits.add_metric([kind], count)
             yield misfits
-            yield _bytes(worker.session, stats.pages_free)
+            yield _bytes(worker.session, stats.pages_free, snapshot.card_bytes)
             if worker.session.engine.experts is not None:
                 yield from _experts(worker.session.engine.experts)
             if store.lower is not None:
@@ -120,8 +120,9 @@ def page_bytes(store: KVStore) -> int:
     return store.storage_bytes["pages"] // max(1, store.capacity // store.page_len)
 
 
-def accounts(session: Session, pages_free: int) -> dict[str, dict[str, int]]:
-    """By consumer: bytes planned before loading, allocated by the engine, and of these in use now."""
+def accounts(session: Session, pages_free: int, card_bytes: int | None) -> dict[str, dict[str, int]]:
+    """By consumer: bytes planned before loading, allocated by the engine, and of these in use now. `card`: of all of
+    them by the driver's figure (card_bytes), under its cap."""
     store, sizes = session.engine.store, session.sizes
     parts, weights = store.storage_bytes, session.engine.runner.model.storage_bytes
     states = parts["states"] + parts.get("pending", 0)
@@ -136,16 +137,18 @@ def accounts(session: Session, pages_free: int) -> dict[str, dict[str, int]]:
         planned |= {"workspace": sizes.workspace_bytes, "experts": sizes.expert_bytes}
         for consumer, size in planned.items():
             found.setdefault(consumer, {})["planned"] = size
+        if session.card is not None and card_bytes is not None:
+            found["card"] = {"cap": session.card.cap, "planned": sizes.device_bytes, "used": card_bytes}
     return found
 
 
-def _bytes(session: Session, pages_free: int) -> Metric:
+def _bytes(session: Session, pages_free: int, card_bytes: int | None) -> Metric:
     gauge = GaugeMetricFamily(
         "packhorse_bytes",
         "Bytes by tier and consumer: planned before loading, allocated, in use.",
         labels=["tier", "consumer", "kind"],
     )
-    for consumer, kinds in accounts(session, pages_free).items():
+    for consumer, kinds in accounts(session, pages_free, card_bytes).items():
         for kind, size in kinds.items():
             gauge.add_metric(["device", consumer, kind], size)
     if session.sizes is not None:

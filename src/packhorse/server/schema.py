@@ -348,12 +348,13 @@ class HealthBody(BaseModel):
 
 
 class PlanBody(BaseModel):
-    """Answer of /plan. bytes: by consumer, `planned` before loading, `allocated`, and in use (`used`)."""
+    """Answer of /plan. bytes: by consumer, `planned` before loading, `allocated`, and in use (`used`); of a card as a
+    whole by the driver's figure, under its `cap`."""
 
     context: int
     sequences: int
     device: str
-    bytes: dict[str, dict[Literal["planned", "allocated", "used"], int]]
+    bytes: dict[str, dict[Literal["planned", "allocated", "used", "cap"], int]]
     process_resident_bytes: int
 
 

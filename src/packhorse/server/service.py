@@ -100,14 +100,14 @@ class Service:
 
     def plan(self) -> dict[str, Any]:
         """What was planned beside what is taken, as /plan tells it."""
-        session, stats = self.session, self.worker.snapshot.store
-        store = session.engine.store
+        session, snapshot = self.session, self.worker.snapshot
+        stats, store = snapshot.store, session.engine.store
         free = store.capacity // store.page_len if stats is None else stats.pages_free
         return {
             "context": session.window,
             "sequences": self.model_config.engine.sequences,
             "device": self.model_config.engine.device,
-            "bytes": accounts(session, free),
+            "bytes": accounts(session, free, snapshot.card_bytes),
             "process_resident_bytes": psutil.Process().memory_info().rss,
         }
 

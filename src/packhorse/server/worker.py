@@ -41,6 +41,8 @@ DEGRADED_S = 600.0
 """How long health remembers a failed step."""
 STALLED_S = 120.0
 """A step that takes longer than this makes health say so."""
+CARD_S = 10.0
+"""Between two questions to a card's driver."""
 
 
 class StepError(PackhorseError):
@@ -75,11 +77,13 @@ class Health:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine between two steps: requests that wait and that run, and what the store holds."""
+    """The engine between two steps: requests that wait and that run, what the store holds, and what the driver counts
+    of a card's memory for this process."""
 
     waiting: int = 0
     running: int = 0
     store: StoreStats | None = None
+    card_bytes: int | None = None
 
 
 @dataclass(eq=False)
@@ -148,6 +152,8 @@ class Worker:
         self._started: dict[str, float] = {}
         self._step_began: float | None = None
         self._lost: dict[str, int] = {}
+        self._card_bytes: int | None = None
+        self._card_asked = float("-inf")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -420,8 +426,11 @@ class Worker:
                 self._call(self._refused, job, error)
 
     def _publish(self) -> None:
-        scheduler = self._engine.scheduler
-        self.snapshot = Snapshot(len(scheduler.waiting), len(scheduler.running), self._engine.store.stats)
+        scheduler, stats = self._engine.scheduler, self._engine.store.stats
+        card = None if self.session is None else self.session.card
+        if card is not None and time.monotonic() - self._card_asked >= CARD_S:
+            self._card_bytes, self._card_asked = card.used_bytes(), time.monotonic()
+        self.snapshot = Snapshot(len(scheduler.waiting), len(scheduler.running), stats, self._card_bytes)
         lost = self._engine.lost_records
         if lost != self._lost:
             self._lost = lost
