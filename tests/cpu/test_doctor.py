@@ -1,5 +1,6 @@
 """The doctor: what it measures and looks up, with and without a card, and the profile that plans use."""
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from packhorse.bench import card as measuring
 from packhorse.bench import doctor
 from packhorse.bench.findings import cost, decode_rate, findings
 from packhorse.bench.nvml import throttle_reasons
 from packhorse.cli import main as cli
+from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import GIB, KIB, MIB
 from packhorse.facts import machine
 from packhorse.facts.machine import known_card, read_profile
@@ -185,6 +188,7 @@ def test_what_will_hurt(tmp_path, monkeypatch):
 MEASURED = {
     "graph": "",
     "rates": {"vram": 300e9, "host": 10e9, "copy_in": 11e9, "copy_out": 11e9},
+    "host": {"asked": 4 * GIB, "pinned": GIB},
     "load": {
         "seconds": 20.0, "products": 20e12, "clock_mhz_first": 1900, "clock_mhz": 1500, "temperature_c": 85,
         "power_w": 168.0, "throttle": ["its temperature"], "pcie_generation": 3, "pcie_lanes": 16,
@@ -200,7 +204,7 @@ def measured(card, load=None, **changes):
 
 @pytest.mark.parametrize(("card", "load", "changes", "texts", "code"), [
     ({}, {}, {}, ["PCIe 3 of 4 under load. It costs", "90 degrees", "1900 to 1500 MHz", "by its temperature",
-                  "2 other processes", "capped at 100 of its usual 170 W"], 0),
+                  "2 other processes", "capped at 100 of its usual 170 W", "of 4.00 GiB of host memory 1.00 GiB"], 0),
     ({}, {"pcie_lanes": 4}, {}, ["4 of 16 PCIe lanes. It costs"], 0),
     ({}, {"pcie_generation": 4}, {}, ["host memory at 10.0 GB/s; its link carries 24. It costs"], 0),
     ({}, {}, {"graph": "the driver is too old"}, ["captured graph: the driver is too old"], 1),
@@ -229,6 +233,45 @@ def test_measured_rates_go_into_the_profile(tmp_path, capsys, monkeypatch):
         machine = read_profile(str(tmp_path / "machine.json"))
         assert (machine.card.read_rate, machine.link_rate, machine.card.flops) == (300e9, 11e9, tflops)
         assert machine.card.usable_bytes == 11 * GIB and machine.card.count == 1
+
+
+def test_how_much_is_pinned(monkeypatch):
+    """All, or what the system grants; as much as is asked for is given back."""
+    held = []
+
+    class Arena:
+        def __init__(self, size):
+            if size > 3 * GIB:
+                raise DoesNotFitError("x", asked=size, available=GIB, unit="bytes", hint="x")
+            held.append(size)
+
+        def close(self):
+            held.pop()
+
+    free = SimpleNamespace(ram_available=64 * GIB)
+    monkeypatch.setattr(measuring, "PinnedArena", Arena)
+    monkeypatch.setattr(measuring, "probe", lambda: free)
+    monkeypatch.setattr(measuring.torch.cuda, "device", contextlib.nullcontext)
+    assert measuring.pinned_bytes("cuda:0", 4 * GIB) == {"asked": 4 * GIB, "pinned": GIB}
+    assert measuring.pinned_bytes("cuda:0", 2 * GIB) == {"asked": 2 * GIB, "pinned": 2 * GIB}
+    free.ram_available = 4 * GIB + 5
+    assert measuring.pinned_bytes("cuda:0", 4 * GIB) == {"asked": GIB, "pinned": GIB} and held == []
+
+
+def test_what_decides_where_downloads_go(tmp_path, capsys, monkeypatch):
+    for name in doctor.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert "downloads" not in run(capsys, tmp_path)[1].lower()
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example:3128")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.pem"))
+    code, out, _ = run(capsys, tmp_path)
+    assert code == 0 and "secret" not in out
+    for text in ("Models come from https://mirror.example", "through http://proxy.example:3128 (https_proxy)",
+                 "gone.pem, which is not there: downloads fail"):  # fmt: skip
+        assert text in out
+    (tmp_path / "gone.pem").write_text("")
+    assert "not there" not in run(capsys, tmp_path)[1]
 
 
 def test_a_card_that_torch_does_not_see(monkeypatch):

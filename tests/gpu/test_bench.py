@@ -27,6 +27,10 @@ def test_rates():
     assert torch.cuda.memory_reserved() <= before + 2 * MIB, "what was taken is given back"
 
 
+def test_host_memory_is_pinned():
+    assert card.pinned_bytes(DEVICE, 300 * MIB) == {"asked": 300 * MIB, "pinned": 300 * MIB}
+
+
 def test_a_graph_that_works_and_one_that_does_not(monkeypatch):
     assert card.self_test(DEVICE) == ""
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: None)

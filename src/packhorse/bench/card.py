@@ -13,14 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import GIB, MIB
+from packhorse.facts.hardware import probe
 from packhorse.kernels.cuda.launch import launch
 from packhorse.kernels.cuda.nvrtc import Variant
+from packhorse.store.arena import PinnedArena
 
 READ = Variant("cuda/read.cu", "read_all")
 READ_THREADS = 512
 HOST_BYTES = 256 * MIB
 """Pinned for the link's rates: what every system grants."""
+PINNED_BYTES = 4 * GIB
+"""Tried to pin, or a quarter of the memory that is free: WSL2 grants less, and experts outside a card want more."""
 VRAM_BYTES = GIB
 """Read for the memory's rate: many times any card's cache."""
 LOAD_SIZE = 4096
@@ -151,13 +156,26 @@ def under_load(device: torch.device, seconds: float, look: Callable[[], dict[str
     }
 
 
+def pinned_bytes(device: torch.device, most: int) -> dict[str, int]:
+    """Host memory that was to be pinned for a card (`asked`), and of it what the system pinned (`pinned`), which is
+    given back."""
+    asked = min(most, probe().ram_available // 4) // MIB * MIB
+    try:
+        with torch.cuda.device(device):
+            PinnedArena(asked).close()
+    except DoesNotFitError as error:
+        return {"asked": asked, "pinned": int(error.available)}
+    return {"asked": asked, "pinned": asked}
+
+
 def measure_card(device: torch.device, load_s: float, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """`rates` (of link_rates), `graph` (of self_test) and `load` (of under_load) of a card; only `graph` where that
-    says that our kernels do not run."""
+    """`rates` (of link_rates), `host` (of pinned_bytes), `graph` (of self_test) and `load` (of under_load) of a card;
+    only `graph` where that says that our kernels do not run."""
     wrong = self_test(device)
     if wrong:
         return {"graph": wrong}
-    found = {"graph": "", "rates": link_rates(device), "load": under_load(device, load_s, look)}
+    found = {"graph": "", "rates": link_rates(device), "host": pinned_bytes(device, PINNED_BYTES)}
+    found["load"] = under_load(device, load_s, look)
     torch.cuda.empty_cache()
     return found
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from packhorse.bench.findings import findings
+from packhorse.bench.findings import CERTIFICATES, PROXIES, findings
 from packhorse.bench.nvml import cards, looker
 from packhorse.bench.origin import version
 from packhorse.core.units import GIB, KIB, MIB
@@ -34,7 +34,7 @@ BLOCKS = (512 * KIB, 4 * MIB)
 """Reads of the disk store: the smallest and the largest extent."""
 MEMORY_BYTES = 64 * MIB
 """Each thread's part of the memory test; larger than a core's share of any cache."""
-SETTINGS = ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+SETTINGS = ("HF_ENDPOINT", *PROXIES, *map(str.lower, PROXIES), "NO_PROXY", *CERTIFICATES)
 """Environment that decides where downloads go, and whom they trust."""
 LOAD_S = 2.0
 """Seconds for which a card is kept busy unless a number is given: long enough for its clocks to rise."""

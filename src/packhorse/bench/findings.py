@@ -18,6 +18,9 @@ MODEL, CONTEXT = "qwen3.6-35b-a3b", 65_536
 """What costs are told of."""
 HOT_C = 83
 WORN_PERCENT = 80
+CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "PIP_CERT")
+PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
+"""Environment that decides whom downloads trust, and through whom they go; proxies also in small letters."""
 LANE_GB_S = 0.1875
 """What kernels read over a lane of the first PCIe generation; each generation doubles it."""
 
@@ -35,6 +38,7 @@ def findings(seen: Mapping[str, Any]) -> Iterator[Finding]:
     """Of a whole document."""
     yield from _host(seen)
     yield from _disk(seen["disk"])
+    yield from _downloads(seen["downloads"])
     if not seen["cards"]:
         why = "; ".join(cause for cause in (seen["unmeasured"], seen["no_cards"]) if cause)
         yield Finding("note", f"No card was found: {why}.", "Models run on the CPU.")
@@ -102,6 +106,18 @@ def _disk(disk: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("warning", text, "Bound the store with --disk, or put it on another drive.")
 
 
+def _downloads(settings: Mapping[str, str]) -> Iterator[Finding]:
+    """Of what the environment says of them."""
+    for name, value in settings.items():
+        if name in CERTIFICATES and not Path(value).exists():
+            text = f"{name} names {value}, which is not there: downloads fail."
+            yield Finding("warning", text, "Correct it, or unset it.")
+        elif name == "HF_ENDPOINT":
+            yield Finding("note", f"Models come from {value} (HF_ENDPOINT).", "Unset it for the hub itself.")
+        elif name.upper() in PROXIES:
+            yield Finding("note", f"Downloads go through {value} ({name}).", "NO_PROXY names exceptions.")
+
+
 def _software(name: str, card: Mapping[str, Any], torch: str) -> Iterator[Finding]:
     build, cuda = torch.partition("+cu")[2], card.get("driver_cuda")
     if build and cuda and float(f"{build[:2]}.{build[2:]}") > float(cuda):
@@ -135,6 +151,12 @@ def _card(name: str, card: Mapping[str, Any], profile: Mapping[str, Any]) -> Ite
     elif "rates" in measured and measured["rates"]["host"] < 0.6e9 * full:
         text = f"{name} reads host memory at {measured['rates']['host'] / 1e9:.1f} GB/s; its link carries {full:.0f}."
         yield Finding("warning", text + costs, "Look for a chipset between, a riser, or other traffic.")
+    host = measured.get("host")
+    if host and host["pinned"] < host["asked"]:
+        text = f"{name}: of {format_bytes(host['asked'])} of host memory {format_bytes(host['pinned'])} can be pinned."
+        yield Finding(
+            "warning", text, "Experts outside the card pass through a small buffer then: raise the limit."
+        )
     if card.get("other_processes"):
         taken = card["vram_bytes"] - card["free_bytes"]
         whole = {**profile.get("card", {}), "usable_gib": card["vram_bytes"] * 0.95 / GIB}

@@ -80,6 +80,10 @@ def _print_card(card: dict[str, Any]) -> None:
     rates, load = {name: f"{rate / 1e9:.1f}" for name, rate in measured["rates"].items()}, measured["load"]
     print(f"         reads of it {rates['vram']} GB/s, of pinned memory {rates['host']}, copies in {rates['copy_in']}, "
           f"out {rates['copy_out']}; a captured graph works; {load['products'] / 1e12:.0f} TFLOP/s")  # fmt: skip
+    pinned = measured["host"]
+    print(
+        f"         {format_bytes(pinned['pinned'])} of {format_bytes(pinned['asked'])} of host memory pinned"
+    )
     clocks = f"{load['clock_mhz_first']} -> {load['clock_mhz']}"
     told = {"MHz": clocks, "degrees": load["temperature_c"], "W": load["power_w"],
             "PCIe": f"{load['pcie_generation']} x {load['pcie_lanes']}"}  # fmt: skip
