@@ -91,7 +91,8 @@ class StoredSequence:
     position: tokens stored so far. token_ids: the prompt and every token completed since. keep: later prompts
     may find what it has read. label: a name for people of what lies on disk. swept: where its sweep ends, whose
     state the active one is when the sweep is over; 0 outside of one. collected: by position, the slots of
-    snapshots that the layers of the sweep fill one after the other.
+    snapshots that the layers of the sweep fill one after the other. joined: fragments for spans of few tokens, from the
+    first of them on.
     """
 
     slot: int
@@ -112,6 +113,7 @@ class StoredSequence:
     rolling_position: int = 0
     in_step: bool = False
     swept: int = 0
+    joined: list[Fragment] | None = field(default=None, repr=False)
     collected: dict[int, int] = field(default_factory=dict)
     is_open: bool = True
 
@@ -384,8 +386,12 @@ class KVStore:
             runs = consecutive_runs(page_ids)
             target = runs[0] if len(runs) == 1 else page_ids
             step.targets[span.row] = (target, span.position - first * self.page_len)
-            few = self._joined > 1 and span.length <= FEW_QUERIES
-            step.fragments[span.row] = join(sequence.fragments, self._joined) if few else sequence.fragments
+            if self._joined > 1 and span.length <= FEW_QUERIES:
+                if sequence.joined is None:  # once: a step has no time for thousands of pages
+                    sequence.joined = join(sequence.fragments, self._joined)
+                step.fragments[span.row] = sequence.joined
+            else:
+                step.fragments[span.row] = sequence.fragments
         layers = range(len(self.geometry.layer_kinds))
         return [
             PagesView(step, self._bound[i], self.geometry.codec.format.rotated)
