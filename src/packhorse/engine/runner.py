@@ -60,6 +60,8 @@ class Runner:
         """Sequences with one token as a replayed graph, then the chunks of the others."""
         single = [w for w in step.spans if w.length == 1 and not scored_len(w)]
         chunks = [w for w in step.spans if w.length > 1 or scored_len(w)]
+        if not chunks and 0 < len(single) == len(step.sample_rows) <= graphs.max_sequences:
+            return graphs.run(single)
         logits: dict[int, Tensor] = {}
         for start in range(0, len(single), graphs.max_sequences):
             part = single[start : start + graphs.max_sequences]

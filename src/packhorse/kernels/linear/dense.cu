@@ -4,56 +4,67 @@
 // -D WEIGHT 0 fp16, 1 bf16, 2 fp32; X likewise; TOKENS 1, 2, 4, 8, 16.
 #include "mma.cuh"
 
+// Eight values side by side, as they come: sent for first, used later.
 template <int TYPE>
-struct Eight;
-template <>
-struct Eight<0> {
-    __device__ static void read(const void* at, float (&x)[8]) {
-        const uint4 raw = *static_cast<const uint4*>(at);
-        const __half2* pairs = reinterpret_cast<const __half2*>(&raw);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[2 * i] = __low2float(pairs[i]), x[2 * i + 1] = __high2float(pairs[i]);
+struct Eight {
+    uint4 raw[TYPE == 2 ? 2 : 1];
+
+    __device__ __forceinline__ void load(const unsigned char* at) {
+        raw[0] = reinterpret_cast<const uint4*>(at)[0];
+        if constexpr (TYPE == 2) raw[1] = reinterpret_cast<const uint4*>(at)[1];
     }
-};
-template <>
-struct Eight<1> {  // bf16 is the upper half of fp32: no type of the card is needed
-    __device__ static void read(const void* at, float (&x)[8]) {
-        const uint4 raw = *static_cast<const uint4*>(at);
-        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+    __device__ __forceinline__ void get(float (&x)[8]) const {
+        const u32 words[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            x[2 * i] = __uint_as_float(words[i] << 16);
-            x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+            if constexpr (TYPE == 2) {
+                const u32 more[4] = {raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+                x[i] = __uint_as_float(words[i]), x[4 + i] = __uint_as_float(more[i]);
+            } else if constexpr (TYPE == 1) {  // bf16 is the upper half of fp32: no type of the card is needed
+                x[2 * i] = __uint_as_float(words[i] << 16), x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+            } else {
+                x[2 * i] = Fp16::low(words[i]), x[2 * i + 1] = Fp16::high(words[i]);
+            }
         }
     }
 };
-template <>
-struct Eight<2> {
-    __device__ static void read(const void* at, float (&x)[8]) {
-        const float4 a = static_cast<const float4*>(at)[0], b = static_cast<const float4*>(at)[1];
-        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-    }
-};
 constexpr int WEIGHT_SIZE = WEIGHT == 2 ? 4 : 2, X_SIZE = X == 2 ? 4 : 2, WARPS = 4;
+constexpr int AHEAD = WEIGHT == 2 ? 4 : 8;  // eights of a row that a lane has sent for
 
 // out fp32 [M, N] = x W^T + bias + residual, the last two or null; rows of out and residual lie out_stride apart.
 // sigmoid: of the sum, before the residual.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-dense_gemv(const unsigned char* __restrict__ weight, const unsigned char* __restrict__ x, const float* bias,
-           const float* residual, float* out, int num_rows, int num_cols, int num_tokens, int out_stride, int sigmoid) {
+dense_gemv(const unsigned char* weight, const unsigned char* x, const float* bias, const float* residual, float* out,
+           int num_rows, int num_cols, int num_tokens, int out_stride, int sigmoid) {
     const int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32;
     if (row >= num_rows) return;
     const unsigned char* mine = weight + (long long)row * num_cols * WEIGHT_SIZE;
+    Eight<WEIGHT> ahead[AHEAD];
+    const auto send = [&](int l, int column) {
+        if (column < num_cols) ahead[l].load(mine + column * WEIGHT_SIZE);
+    };
+#pragma unroll
+    for (int l = 0; l < AHEAD; ++l) send(l, 8 * lane + 256 * l);
+    let_next_start();
+    wait_for_previous();
     float sum[TOKENS] = {};
-    for (int column = 8 * lane; column < num_cols; column += 256) {
-        float w[8], v[8];
-        Eight<WEIGHT>::read(mine + column * WEIGHT_SIZE, w);
+    for (int first = 8 * lane; first < num_cols; first += 256 * AHEAD) {
 #pragma unroll
-        for (int m = 0; m < TOKENS; ++m) {
-            if (m >= num_tokens) break;
-            Eight<X>::read(x + ((long long)m * num_cols + column) * X_SIZE, v);
+        for (int l = 0; l < AHEAD; ++l) {
+            const int column = first + 256 * l;
+            if (column >= num_cols) break;
+            float w[8], v[8];
+            ahead[l].get(w);
+            send(l, column + 256 * AHEAD);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[m] = fmaf(w[i], v[i], sum[m]);
+            for (int m = 0; m < TOKENS; ++m) {
+                if (m >= num_tokens) break;
+                Eight<X> token;
+                token.load(x + ((long long)m * num_cols + column) * X_SIZE);
+                token.get(v);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sum[m] = fmaf(w[i], v[i], sum[m]);
+            }
         }
     }
 #pragma unroll

@@ -49,5 +49,6 @@ def dense_linear(
         *(weight, x, None if bias is None else bias.float(), residual, out),
         *(num_rows, num_cols, num_tokens, out.stride(0), int(sigmoid)),
         device=x.device,
+        overlap=True,
     )
     return out

@@ -11,8 +11,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ float shared[THREADS / 32];
     const size_t first = (size_t)blockIdx.x * quads;
     let_next_start();
+    float4 v[LOADS], w[LOADS];
+#pragma unroll
+    for (int l = 0; l < LOADS; l++)
+        if (threadIdx.x + l * THREADS < quads) w[l] = weight[threadIdx.x + l * THREADS];
     wait_for_previous();
-    float4 v[LOADS];
     float squares = 0;
 #pragma unroll
     for (int l = 0; l < LOADS; l++) {
@@ -38,8 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int l = 0; l < LOADS; l++) {
         const int i = threadIdx.x + l * THREADS;
         if (i >= quads) break;
-        const float4 w = weight[i];
-        out[first + i] = make_uint2(Act::pack(v[l].x * factor * w.x, v[l].y * factor * w.y),
-                                    Act::pack(v[l].z * factor * w.z, v[l].w * factor * w.w));
+        out[first + i] = make_uint2(Act::pack(v[l].x * factor * w[l].x, v[l].y * factor * w[l].y),
+                                    Act::pack(v[l].z * factor * w[l].z, v[l].w * factor * w[l].w));
     }
 }
