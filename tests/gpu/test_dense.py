@@ -39,15 +39,7 @@ def test_products(weight_type, num_cols):
 
 def test_a_chain_of_products_is_in_order():
     """Each starts before the one before it has ended, and reads what that one writes."""
-    weight = randn(512, 512, seed=5) / 512**0.5
-    x = randn(4, 512, seed=6)
-    rows, want = x, x.double()
-    for _ in range(200):
-        rows = dense_linear(rows, weight)
-        rows = rows / rows.norm()
-        want = want @ weight.double().T
-        want = want / want.norm()
-    assert float((rows.double() - want).abs().max()) <= 1e-3
+    weight, x = randn(512, 512, seed=5) / 512**0.5, randn(4, 512, seed=6)
     outs = [torch.full((4, 512), torch.nan, device="cuda") for _ in range(50)]
     first = dense_linear(x, weight, out=outs[0])
     for out in outs[1:]:

@@ -20,6 +20,8 @@ from packhorse.quant.packed import PackedTensor
 
 TILE_TOKENS = (16, 64)
 """Tokens of an expert that are multiplied at once: where an expert has few, and where it has many."""
+_MANY = 24
+"""Tokens of an expert on average from which on tiles are of the second kind: each tile decodes its weights anew."""
 _WARPS = 4
 _STAGE_PITCH = 2 * 128 + 16
 
@@ -66,7 +68,7 @@ def mix(x: Tensor, weights: Tensor, experts: Tensor, table: ExpertTable) -> Tens
     """
     num_experts, (num_tokens, top_k) = table.address.shape[1], experts.shape
     order, ends, places = by_expert(experts, num_experts)
-    tile = TILE_TOKENS[num_tokens * top_k > TILE_TOKENS[1] * num_experts]
+    tile = TILE_TOKENS[num_tokens * top_k > _MANY * num_experts]
     counts = ends.diff(prepend=ends.new_zeros(1))
     tile_ends = ((counts + (tile - 1)) // tile).cumsum(0).to(torch.int32)
     most = len(order) // tile + min(num_experts, len(order))
