@@ -39,6 +39,8 @@ CURRICULUM: Curriculum = (
     (0.80, {131072: 2, 32768: 3, 8192: 3, 2048: 2}),
 )
 WARM_UP = 60
+LEARNS_BY = 2400
+"""Steps from the seed by which a run that will ever read does: where its loss is still high it ends."""
 ANSWER_POWER = 0.25
 """A document weighs as the number of its answers' tokens to this power: it has hundreds of keys to ask for, but
 only one list of most frequent words."""
@@ -173,7 +175,7 @@ def train(args: argparse.Namespace) -> None:
             mean.zero_()
             balance.zero_()
             count, last_print = 0, now
-            if value != value or (step + 1 >= args.first + 1200 and args.first == 0 and value > 0.7):
+            if value != value or (step + 1 >= LEARNS_BY and args.first == 0 and value > 0.7):
                 print(f"{args.kind}: it does not learn", flush=True)
                 break
         if time.monotonic() - last_save > 45:
