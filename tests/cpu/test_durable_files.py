@@ -375,16 +375,19 @@ def test_more_than_the_quota_is_refused_whole(tmp_path):
     check_found(store, 0)
 
 
-def test_a_full_disk(tmp_path):
-    """What is stored makes way; where that is not enough, nothing is written."""
+@pytest.mark.parametrize("reserve", [0, durable.RESERVE])
+def test_a_full_disk(tmp_path, reserve):
+    """What is stored makes way; where that is not enough, nothing is written. What is to stay free does."""
     files = Faulty()
     store, model = numbers.open_store(tmp_path / "s", files=files)
+    store.reserve = reserve
     store.write(model, [numbers.image(n, 100_000) for n in range(0, 30, 3)])
-    files.free = 50_000
+    files.free = reserve + 50_000
     assert store.write(model, [numbers.image(30, 100_000)]) and store.counters["evicted_records"] == 1
-    files.free = -(10**9)
+    files.free = reserve - 10**9
     assert not store.write(model, [numbers.image(33, 100_000)])
     assert store.counters["refused_for_room"] == 1
+    check_found(store, 30, 100_000)
 
 
 def test_a_clock_that_goes_back(tmp_path):
@@ -395,6 +398,70 @@ def test_a_clock_that_goes_back(tmp_path):
         assert store.write(model, [numbers.image(n, 256 * 1024)])
         store.note_prefix(model, b"r" * 32, numbers.key(n), b"%04d" % n, "x")
     assert numbers.find(store, 177) is not None and numbers.find(store, 0) is None
+
+
+def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
+    """Files are read through the page cache then, and that is known."""
+    store, model = numbers.open_store(tmp_path / "s")
+    store.write(model, [numbers.image(0), numbers.image(1)])
+    true_open, tried = os.open, []
+
+    def refuse(path, flags, *args, **options):
+        if flags & os.O_DIRECT:
+            tried.append(path)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return true_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for number in (0, 1):
+        check_found(store, number)
+    assert len(tried) == 1 and store.direct is False
+
+
+def test_no_lock_is_held_over_files_and_readers_do_not_wait(tmp_path):
+    """While files are written, synced and read somebody else may change the index; while it is changed it is read."""
+
+    class Looking(FileSystem):
+        def __init__(self):
+            self.other, self.seen = None, set()
+
+        def look(self, what):
+            if self.other is not None:
+                self.seen.add(what)
+                with self.other.transaction() as write:
+                    write.execute("UPDATE records SET used = used")
+
+        def write(self, fd, data):
+            self.look("write")
+            return super().write(fd, data)
+
+        def fsync(self, fd):
+            self.look("fsync")
+            super().fsync(fd)
+
+        def read(self, fd, buffer, offset):
+            self.look("read")
+            return super().read(fd, buffer, offset)
+
+        def reached(self, step):
+            self.look(step)
+
+    files = Looking()
+    store, model = numbers.open_store(tmp_path / "s", files=files)
+    other, _ = numbers.open_store(tmp_path / "s")
+    for each in (store, other):
+        for connection in (each._reader, each._writer):
+            connection.execute("PRAGMA busy_timeout = 0")  # whoever would wait fails
+    files.other = other
+    assert store.write(model, [numbers.image(n) for n in (0, 1, 3)]), store.trouble
+    check_found(store, 0)
+    store.drop(numbers.find(store, 3))
+    assert files.seen == {"write", "fsync", "read", *durable.STEPS} and store.trouble == ""
+    files.other = None
+    with other.transaction() as write:
+        write.execute("DELETE FROM records")
+        for reader in (store, other):
+            check_found(reader, 1)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

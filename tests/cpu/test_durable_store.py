@@ -7,6 +7,7 @@ import errno
 import os
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import pytest
 
@@ -288,6 +289,41 @@ def test_pages_wait_for_no_disk(tmp_path):
     store = make(tmp_path / "s", num_pages=12)
     for seed in range(5):
         assert run(store, tokens(44, seed)) == 40
+
+
+class Slow(NoSync):
+    """Writes nothing until it is let."""
+
+    def __init__(self):
+        self.let, self.began = Event(), Event()
+
+    def write(self, fd, data):
+        self.began.set()
+        assert self.let.wait(60)
+        return super().write(fd, data)
+
+
+def test_a_slow_disk_holds_nobody_up(tmp_path):
+    """Whole requests begin and end while it stands still, and what waits is told."""
+    files = Slow()
+    store = make(tmp_path / "s", files=files, num_pages=40)
+    for seed in range(3):
+        sequence = store.open(tokens(41, seed), 43)
+        model.prefill(store, sequence)
+        for token in (7, 8):
+            model.run_step(store, [(sequence, [token])])
+            store.lower.advance(1 << 20)
+        store.close(sequence)
+        store.lower.advance(1 << 20)
+    assert files.began.wait(60) and not files.let.is_set()
+    assert store.lower.is_behind and store.lower.held["backlog_bytes"] > 0
+    assert store.lower.disk.usage()["records"] == 0
+    files.let.set()
+    flush(store)
+    assert store.lower.held["backlog_bytes"] == 0
+    store.close_tiers()
+    store = make(tmp_path / "s", num_pages=40)
+    assert [run(store, tokens(41, seed)) for seed in range(3)] == [40, 40, 40]
 
 
 def test_snapshots_given_up_before_they_are_copied(tmp_path):

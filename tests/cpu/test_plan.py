@@ -17,7 +17,7 @@ from test_staging import late  # noqa: F401
 
 from packhorse.cli import main as cli
 from packhorse.core.config import EngineConfig
-from packhorse.core.cost import UNPACK_BYTES
+from packhorse.core.cost import CPU_UNPACK_BYTES, UNPACK_BYTES
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, UsageError
 from packhorse.core.types import PAGE_LEN
 from packhorse.core.units import GIB, MIB, ceil_div, parse_bytes
@@ -34,6 +34,7 @@ from packhorse.facts.machine import (
     this_machine,
     with_caps,
 )
+from packhorse.facts.packed import packed_matrices
 from packhorse.facts.recipes import as_stored, recipe
 from packhorse.kernels.delta.cuda import HEAD_DIMS
 from packhorse.kernels.experts.cuda import MAX_EXPERTS, MAX_TOP_K
@@ -199,10 +200,12 @@ def test_what_is_refused_cannot_fit():
             tokens = job.sequences * (job.context + 64)
             least = sum(footprint.classes.values()) + tokens * account.kv_token_bytes(facts, job.kv)
             least += (2 * job.sequences + 16) * account.snapshot_bytes(facts, dtype) + account.PROCESS_BYTES
-            least += (
+            work = (
                 account.activation_bytes(facts, 1024 + job.sequences) + 12 * job.sequences * facts.vocab_size
             )
-            least += account.kv_decode_bytes(facts, account.SEGMENT_LEN) if job.kv != dtype else 0
+            work += account.kv_decode_bytes(facts, account.SEGMENT_LEN) if job.kv != dtype else 0
+            work += CPU_UNPACK_BYTES if packed_matrices(footprint.stored) else 0
+            least += work + work // 2
             assert least > machine.ram_bytes
         if "disk" in found.shortfall:
             assert sum(footprint.classes.values()) + footprint.draft_bytes > machine.disk_bytes
@@ -550,6 +553,22 @@ def test_profiles():
         )
     assert read_profile("RTX-3090-x2").num_cards == 2
     assert read_profile("t4", {"link": "riser-pcie3-x1", "drive": None}).link_rate == 0.8e9
+
+
+def test_parts_of_machines_have_sources():
+    parts = json.loads((Path(cli.__file__).parents[1] / "facts/parts.json").read_text())
+    lanes = {f"pcie{generation}-x{width}" for generation in (2, 3, 4, 5) for width in (4, 8, 16)}
+    wanted = {
+        "links": lanes | {"pcie3-x4-chipset", "pcie4-x4-chipset", "riser-pcie3-x1"},
+        "memories": {"ddr4-2ch", "ddr4-4ch", "ddr5-2ch", "ddr5-4ch"},
+        "drives": {"sata-ssd", "nvme3", "nvme4", "nvme5"},
+    }
+    for kind, names in wanted.items():
+        assert names <= set(parts[kind])
+        assert all(part["gb_s"] > 0 and part["source"] for part in parts[kind].values())
+    for entry in calibration().values():
+        if isinstance(entry, dict):
+            assert all(one["source"] for one in (entry.values() if "source" not in entry else [entry]))
 
 
 def test_a_profile_of_ones_own(tmp_path):

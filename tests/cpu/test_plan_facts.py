@@ -4,7 +4,8 @@ import pytest
 
 from packhorse.core.errors import UsageError
 from packhorse.facts.known import known_config, known_model, known_names
-from packhorse.facts.weights import expected_params
+from packhorse.facts.recipes import recipe
+from packhorse.facts.weights import draft_groups, expected_params
 from packhorse.plan import account
 
 # Values of the text part; K and V of a token in 16 bits; conv and fp32 delta-rule state of a sequence.
@@ -27,8 +28,32 @@ def test_values_kv_and_state(name):
     facts = known_model(name)
     values, kv, state = PUBLISHED[name]
     assert sum(expected_params(facts).values()) == values
-    assert account.kv_token_bytes(facts, "fp16") == kv
+    assert account.kv_token_bytes(facts, "fp16") == 2 * account.kv_token_bytes(facts, "fp8") == kv
+    # 4 bits and a scale of 16 for 32 of them; K in 5 bits.
+    assert account.kv_token_bytes(facts, "k4v4") * 32 == 9 * kv
+    assert account.kv_token_bytes(facts, "k5v4") * 32 == 10 * kv
     assert account.snapshot_bytes(facts, "fp16") == state
+
+
+# Of the model's own head for drafts, and of what int4 packs: a value and an fp16 scale for 128 take 0.515625 B.
+DRAFT_VALUES = {"qwen3.6-27b": 424_699_392, "qwen3.6-35b-a3b": 844_640_768}
+INT4_VALUES = {
+    "qwen3.6-27b": {"mlp": 17_112_760_320, "lm_head": 1_271_398_400},
+    "qwen3.6-35b-a3b": {"experts": 32_212_254_720, "lm_head": 508_559_360},
+}
+
+
+@pytest.mark.parametrize("name", DRAFT_VALUES)
+def test_bytes_of_recipes_and_drafts(name):
+    facts = known_model(name)
+    assert sum(group.num_values for group in draft_groups(facts)) == DRAFT_VALUES[name]
+    packed = account.recipe_bytes(facts, recipe("int4"))
+    for kind, values in INT4_VALUES[name].items():
+        assert packed[kind] * 64 == values * 33
+    plain = account.recipe_bytes(facts, recipe("bf16"))
+    assert {kind: plain[kind] for kind in INT4_VALUES[name]} == {
+        kind: 2 * values for kind, values in INT4_VALUES[name].items()
+    }
 
 
 def test_names():
