@@ -9,6 +9,8 @@ DELTA_SPAN_LEN = 2048
 """Tokens for which the delta rule's scratch exists at once on a card."""
 UNPACK_BYTES = 256 << 20
 """Values of packed weights that exist at once on a card, for products of many rows."""
+CPU_UNPACK_BYTES = 16 << 20
+"""Codes, scales and values of a slice of packed weights that is multiplied on a CPU."""
 
 
 def linear_flops(tokens: int, in_dim: int, out_dim: int) -> int:

@@ -10,13 +10,23 @@ from packhorse.facts.model import MoeFacts
 from packhorse.kernels import dispatch
 from packhorse.kernels.experts.ref import route
 
+SLICE_ROWS = 128
+"""Rows of gate and up that a CPU multiplies at a time: their fp32 values, three of the widest activations there are,
+stay in cache and need no memory for a whole chunk."""
+
 
 class Mlp:
     """weights: `gate_up_proj` (gate rows first), `down_proj`."""
 
     def __call__(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return weights.down_proj(dispatch.swiglu(weights.gate_up_proj(x), x.dtype))
+        gate_up = weights.gate_up_proj(x)
+        if x.device.type != "cpu" or len(x) <= SLICE_ROWS:
+            return weights.down_proj(dispatch.swiglu(gate_up, x.dtype))
+        out = x.new_empty(len(x), gate_up.shape[1] // 2)
+        for rows, part in zip(out.split(SLICE_ROWS), gate_up.split(SLICE_ROWS), strict=True):
+            rows.copy_(dispatch.swiglu(part, x.dtype))
+        return weights.down_proj(out)
 
 
 class Moe:

@@ -474,10 +474,10 @@ def _place_host(footprint: Footprint, machine: Machine, job: Job) -> Placement:
     items = {"process": account.PROCESS_BYTES, **footprint.classes}
     items["kv"] = job.sequences * account.kv_bytes(facts, job.kv, job.context, PAGE_LEN)
     items["states"] = (2 * job.sequences + SNAPSHOTS) * account.snapshot_bytes(facts, dtype)
-    items["workspace"] = account.activation_bytes(facts, CHUNK_LEN + job.sequences)
-    if job.kv != dtype:
-        items["workspace"] += account.kv_decode_bytes(facts, account.SEGMENT_LEN)
+    config = _config(footprint, machine, job, SNAPSHOTS)
+    workspace = workspace_bytes(footprint.stored, replace(config, chunk_len=CHUNK_LEN), dtype, job.kv)
     items["logits_and_sampler"] = account.logits_bytes(facts, job.sequences)
+    items["workspace"] = workspace - items["logits_and_sampler"]
     disk, disk_document = _disk(footprint, machine, job)
     return Placement(
         job=job,
@@ -485,5 +485,5 @@ def _place_host(footprint: Footprint, machine: Machine, job: Job) -> Placement:
         sweep_len=CHUNK_LEN,
         host_document=True,
         disk_document=disk_document,
-        config=_config(footprint, machine, job, SNAPSHOTS),
+        config=config,
     )

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from packhorse.core.config import EngineConfig
-from packhorse.core.cost import UNPACK_BYTES, attention_flops
+from packhorse.core.cost import CPU_UNPACK_BYTES, UNPACK_BYTES, attention_flops
 from packhorse.core.errors import DoesNotFitError, PromptTooLongError, UsageError
 from packhorse.core.formats import check_kv_heads
 from packhorse.core.types import EXACT_ROWS, TAIL_LEN
@@ -424,14 +424,18 @@ def _state_bytes(facts: ModelFacts, config: EngineConfig, dtype: str) -> int:
 
 def workspace_bytes(facts: ModelFacts, config: EngineConfig, dtype: str, kv: str) -> int:
     """Activations of a step, of which a few live at once in a layer, the logits, and K and V of a segment where they
-    are decoded before attention reads them; on a card what its kernels pass on, and the values of packed weights."""
+    are decoded before attention reads them, and values of packed weights; on a card what its kernels pass on, on a CPU
+    half as much again: aligned blocks leave gaps in the heap, which are not joined when they are freed."""
     total = _rows_bytes(facts, config, dtype) + account.logits_bytes(facts, config.sequences)
     if kv != dtype:
         total += _decode_bytes(facts, config, dtype, kv)
     if config.device != "cpu":
         total += account.delta_transient_bytes(facts, _chunk(config))
         total += account.split_bytes(facts, config.sequences) + account.graph_bytes(config.sequences)
-        total += UNPACK_BYTES if packed_matrices(facts) else 0
+    if packed_matrices(facts):
+        total += CPU_UNPACK_BYTES if config.device == "cpu" else UNPACK_BYTES
+    if config.device == "cpu":
+        total += total // 2
     segment_len = _segment_len(facts, config, dtype)
     if segment_len is None:
         return total
