@@ -33,7 +33,8 @@ from packhorse.engine.runner import Runner
 from packhorse.facts.hardware import HardwareFacts, probe
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.nvml import driver_of
-from packhorse.kernels.cuda.launch import card_arch, use_arch
+from packhorse.kernels.cuda.launch import card_arch, target_of, use_arch
+from packhorse.kernels.cuda.nvrtc import MIN_ARCH
 from packhorse.kernels.dispatch import FEW_TOKENS
 from packhorse.layers.step import misfit
 from packhorse.models.checkpoint import open_checkpoint
@@ -72,14 +73,16 @@ def load_engine(
     """Size the pools, load the weights, make the engine. progress(done, total) counts tensors. The engine is for the
     calling thread, whose current card becomes config's.
 
-    Raises UsageError or UnsupportedCardError for a device or type this machine lacks, DriverTooOldError where as_arch
-    asks for what the driver cannot read, DoesNotFitError before anything is loaded, and WeightsError or
+    Raises UsageError or UnsupportedCardError for a device, card or type that cannot be used, DriverTooOldError where
+    as_arch asks for what the driver cannot read, DoesNotFitError before anything is loaded, and WeightsError or
     CorruptFileError from the checkpoint.
     """
     hardware = probe()
     check_device(config)
     if config.as_arch is not None:
         use_arch(config.as_arch)
+    if config.device != "cpu" and card_arch(torch.device(config.device)) < MIN_ARCH:
+        target_of(torch.device(config.device))  # raises, naming both
     threads = set_threads(config, hardware)
     dtype, why = choose_dtype(config, hardware)
     card = None if config.device == "cpu" else CardMemory(config.device, config.vram)
