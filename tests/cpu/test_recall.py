@@ -14,10 +14,12 @@ import torch
 from packhorse.cli import demo_facts, main
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, PackhorseError, UsageError
-from packhorse.engine.session import Session
+from packhorse.core.types import FinishReason, Usage
+from packhorse.engine.session import Answer, Session
 from packhorse.verify.compare import Feature, Recorder, ask_pairs, parse_changes
 from packhorse.verify.ladder import climb, rungs
 from packhorse.verify.recall import (
+    THINK_TOKENS,
     Asker,
     Grid,
     Report,
@@ -200,6 +202,41 @@ def test_an_answer_is_led_over_given_tokens():
     assert answer == ours.session.tokenizer.decode(other).strip() != text
     torch.testing.assert_close(led.rows[0], free.rows[0], atol=1e-3, rtol=0)
     assert (led.rows[1] - free.rows[1]).abs().max() > 0.1
+
+
+def test_thoughts_have_room_of_their_own_and_are_not_scored(tmp_path, monkeypatch):
+    """A model whose template opens a thought; one that never came to its answer is counted apart."""
+    template = tmp_path / "thinks.jinja"
+    template.write_text(
+        (ASSETS / "recall-dense/chat_template.jinja").read_text() + "{{ '<think>' }}{# </think> #}"
+    )
+    config = EngineConfig(context=8192, sequences=1, dtype="fp32", threads=1)
+    ours = Asker(Session.open(ASSETS / "recall-dense", config, chat_template=template))
+    assert ours.thinks and not asker("recall-dense").thinks
+    sample = ours.sample({"task": "single", "language": "en", "length": 256, "depth": 0.5, "seed": 1})
+    room = []
+
+    def answers(text: str, finish: FinishReason) -> dict:
+        usage = Usage(256, 0, 9)
+        made = Answer(text, sample.reply, usage, finish, first_token_s=1.0, read_s=1.0, tokens_per_s=1.0)
+        monkeypatch.setattr(
+            ours.session, "answer", lambda *_, max_tokens, **__: (room.append(max_tokens), made)[1]
+        )
+        return ours.ask(sample)
+
+    found = [
+        answers(sample.reply, FinishReason.STOP),
+        answers(" ", FinishReason.LENGTH),
+        answers("", FinishReason.STOP),
+    ]
+    assert [(record["right"], record["unfinished"]) for record in found] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert room == [sample.answer_len + THINK_TOKENS] * 3
+    (row,) = summarize(found)
+    assert (row["right"], row["n"], row["unfinished"]) == (1, 3, 1)
 
 
 def test_the_demo_finds_facts_in_a_long_document(monkeypatch, capsys):
