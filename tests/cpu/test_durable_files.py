@@ -542,9 +542,10 @@ def test_two_processes_share(tmp_path):
     assert not folder.exists()
 
 
-def caps_hold(folder: Path, operations: int) -> None:
-    """RAM and disk as the system counts them, over random puts, uses and losses."""
-    random, process, cap = Random(5), psutil.Process(), 48 * MIB
+def caps_hold(folder: Path, operations: int, cap: int, slack: int = 0) -> None:
+    """RAM and disk as the system counts them, over random puts, uses and losses: a hundredth above the cap at most.
+    slack: bytes of memory beside, of Python's own, where these are more than a hundredth."""
+    random, process = Random(5), psutil.Process()
     store, model = numbers.open_store(folder, quota=cap)
     store._writer.execute("PRAGMA synchronous = OFF")
     ram = RamRecords(cap)
@@ -555,7 +556,7 @@ def caps_hold(folder: Path, operations: int) -> None:
     most = 0
     for n in range(operations):
         size = random.choice([1000, 30_000, 400_000, 2_000_000])
-        image = numbers.image(random.randrange(500), size)
+        image = numbers.image(random.randrange(max(500, operations // 5)), size)
         if random.random() < 0.3:
             assert store.write(model, [image]), store.trouble
         elif not ram.has(image.record):
@@ -565,7 +566,7 @@ def caps_hold(folder: Path, operations: int) -> None:
         del image
         if n % 20 == 0:
             most = max(most, process.memory_info().rss - start)
-            assert most <= cap * 1.01 + 4 * MIB  # of the image that is made, and of Python's own
+            assert most <= cap * 1.01 + slack, f"{(most - cap) / MIB:.2f} MiB above"
             used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
             assert used <= cap * 1.01
     assert most > 0.7 * cap and store.counters["evicted_records"] > 0 and ram.evicted > 0
@@ -576,12 +577,12 @@ def caps_hold(folder: Path, operations: int) -> None:
 
 
 def test_caps_hold(tmp_path):
-    caps_hold(tmp_path / "s", 400)
+    caps_hold(tmp_path / "s", 400, 48 * MIB, slack=2 * MIB)
 
 
 @pytest.mark.slow
 def test_caps_hold_for_ten_thousand_operations(tmp_path):
-    caps_hold(tmp_path / "s", 10_000)
+    caps_hold(tmp_path / "s", 10_000, 512 * MIB)
 
 
 def test_ram_keeps_to_its_size():
