@@ -131,6 +131,14 @@ def test_edits_forks_and_regenerated_answers_in_processes_of_their_own(tmp_path,
         want = uninterrupted(family, None, tuple(prompt), 3)
         reused.append(same(engine, prompt, want, max_tokens=3))
         engine.close()
+    # A template that drops an answer's thoughts: the turn after it goes on from where they began.
+    thought, rest = [11] * 90, [12] * 100
+    for prompt in (base + thought + rest, base + rest):
+        engine = start(family, tmp_path / "s")
+        want = uninterrupted(family, None, tuple(prompt), 3)
+        reused.append(same(engine, prompt, want, max_tokens=3))
+        engine.close()
+    assert reused[-2:] == [384, 384]
     assert reused[:2] == [0, 384] and reused[5] == 384
     assert reused[4] == 192, "where two prompts part there is a snapshot"
 

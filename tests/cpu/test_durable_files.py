@@ -490,6 +490,19 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         numbers.open_store(tmp_path / "s")
 
 
+def test_a_file_system_without_shared_memory(tmp_path, monkeypatch):
+    """SQLite's log of writes needs it; the way of locking that it is told here has none."""
+
+    def connect(path, **options):
+        return true_connect(f"file:{path}?vfs=unix-dotfile", uri=True, **options)
+
+    true_connect = sqlite3.connect
+    monkeypatch.setattr(durable.sqlite3, "connect", connect)
+    with pytest.raises(RefusedError, match="cannot share memory between processes") as caught:
+        numbers.open_store(tmp_path / "s")
+    assert "local disk" in caught.value.hint
+
+
 def test_other_folders_are_left_alone(tmp_path):
     (tmp_path / "letter.txt").write_text("x")
     with pytest.raises(UsageError, match=r"letter\.txt and is no store"):

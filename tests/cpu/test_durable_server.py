@@ -53,6 +53,8 @@ def test_restarts_and_meters(tmp_path):
     with servers.scripted(engine=engine(tmp_path / "s")) as live:
         assert cached(live, "Who is it?") > 1000
         assert figure(live, "packhorse_store_total", "hits_disk") == 1
+        told = [figure(live, "packhorse_reuse_total", name) for name in ("opened", "hits", "reused_tokens")]
+        assert told[:2] == [1, 1] and told[2] > 1000
         assert figure(live, "packhorse_store_total", "restored_tokens") > 1000
         files = [p for p in (tmp_path / "s" / "models").glob("*/*") if p.suffix == ".safetensors"]
         assert figure(live, "packhorse_store_held", "disk_records") == len(files) > 1

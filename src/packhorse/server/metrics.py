@@ -95,6 +95,12 @@ class _Live(Collector):
                 "packhorse_snapshots", "Recurrent states kept for reuse.", stats.snapshots
             )
             yield CounterMetricFamily("packhorse_evicted_entries", "Prefixes dropped.", stats.evicted_entries)
+            reuse = CounterMetricFamily(
+                "packhorse_reuse", "Of prompts, whatever tier it is from.", labels=["event"]
+            )
+            for name in ("opened", "hits", "reused_tokens", "thinned_entries", "skipped_snapshots"):
+                reuse.add_metric([name], getattr(stats, name))
+            yield reuse
             misfits = CounterMetricFamily(
                 "packhorse_kv_misfits", "Values of K and V that their codec could not hold.", labels=["kind"]
             )
