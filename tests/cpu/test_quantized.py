@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -485,6 +487,69 @@ def test_dynamic_rules_and_groups_of_a_declaration(tmp_path):
     with torch.no_grad():
         model.load_state_dict(values)
     assert oracle.relative_error(one_pass(load(folder), IDS), oracle.oracle_logits(model, IDS)) < oracle.BOUND
+
+
+_MEMORY = """
+import sys, threading
+import torch
+from packhorse.facts.read import read_model
+from packhorse.models.checkpoint import open_checkpoint
+from packhorse.models.loader import load_model
+
+def own():
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+torch.set_num_threads(1)
+facts = read_model(sys.argv[1])
+seen, ended = [own()], threading.Event()
+
+def watch():
+    while not ended.wait(0.002):
+        seen.append(own())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_model(facts, open_checkpoint(facts), dtype=torch.float32, packed=True)
+ended.set()
+watcher.join()
+print(max(seen) - seen[0] - model.storage_bytes)
+"""
+
+
+def large(rows: int, cols: int, case: str) -> Packed:
+    """A matrix in the case's format whose codes are random."""
+    draw = torch.Generator().manual_seed(rows + cols)
+    if case == "fp8":
+        codes = torch.randint(0, 120, (rows, cols), dtype=torch.uint8, generator=draw)
+        scales = torch.full((-(-rows // 128), -(-cols // 128)), 0.01)
+        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scales}
+    shape, groups = (cols, rows // 8) if case == "awq" else (cols // 8, rows), cols // 32
+    found = {
+        "qweight": torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=draw),
+        "qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.full((groups, rows), 0.01, dtype=torch.float16),
+    }
+    order = torch.randperm(cols, generator=draw) // 32
+    return found if case == "awq" else found | {"g_idx": order.int()}
+
+
+@pytest.mark.parametrize("case", ["gptq-desc-act", "awq", "fp8"])
+def test_a_file_is_read_in_the_memory_of_its_largest_tensor(case, tmp_path):
+    """Beside the result: a tensor as stored, in rows' order too, and slices. A matrix has 16 Mi values here."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1, "max_window_layers": 1}
+    oracle.save(oracle.make_model("qwen3", **sizes), tmp_path)
+    tensors, largest = load_file(tmp_path / "model.safetensors"), 0
+    for name in [
+        name for name in tensors if tensors[name].ndim == 2 and not any(part in name for part in PLAIN)
+    ]:
+        packed = large(*tensors.pop(name).shape, case)
+        largest = max(largest, *(tensor.nbytes for tensor in packed.values()))
+        tensors |= {f"{name.removesuffix('.weight')}.{role}": tensor for role, tensor in packed.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    oracle.edit_config(tmp_path, quantization_config=CASES[case][0])
+    run = [sys.executable, "-c", _MEMORY, str(tmp_path)]
+    beside = int(subprocess.run(run, check=True, capture_output=True).stdout)
+    assert 0 < beside < 2 * largest + 24 * 2**20
 
 
 LIBRARIES = Path(__file__).parents[1] / "data"

@@ -26,6 +26,8 @@ from packhorse.quant.packed import Codes, RowCodes
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its eight outputs."""
+_CHECKED = 1 << 24
+"""Codes that are looked at together."""
 
 
 def row_codes(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[RowCodes, Tensor | None]:
@@ -133,13 +135,20 @@ def _gptq(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[RowCodes
 
 
 def _awq(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> RowCodes:
-    def outputs(words: Tensor) -> Tensor:
-        places = _unpacked(words, 4).unflatten(-1, (-1, 8))
-        return places[..., list(_AWQ_ORDER)].flatten(-2).t().contiguous()
-
-    q, zeros = outputs(tensors["qweight"]), outputs(tensors["qzeros"])
+    words = tensors["qweight"]
+    # Row 4 i + j: byte j of the words of outputs 8 i .. 8 i + 7, two of them for each input.
+    pairs = words.view(torch.uint8).unflatten(-1, (-1, 4)).permute(1, 2, 0).contiguous().flatten(0, 1)
+    places = torch.tensor(_AWQ_ORDER, device=words.device)
+    zeros = _unpacked(tensors["qzeros"], 4).unflatten(-1, (-1, 8))[..., places].flatten(-2).t().contiguous()
     scales, offsets = _scales(matrix, tensors["scales"].t()), _zeros(matrix, zeros)
-    return lambda rows: Codes(q[rows], scales[rows], None if offsets is None else offsets[rows])
+
+    def codes(rows: Tensor) -> Codes:
+        place = places[rows % 8]
+        shift = (4 * (place % 2)).to(torch.uint8)[:, None]
+        q = (pairs[rows // 8 * 4 + place // 2] >> shift) & 15
+        return Codes(q, scales[rows], None if offsets is None else offsets[rows])
+
+    return codes
 
 
 def _compressed(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[RowCodes, Tensor | None]:
@@ -168,7 +177,8 @@ def _compressed(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> tuple[Ro
 def _fp8(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> RowCodes:
     N = matrix.shape[0]
     q = tensors["weight"].view(torch.uint8)
-    bad = int(((q & 127) == 127).sum())
+    # In parts, and not by `sum`, which on a CPU has eight bytes for each value first.
+    bad = sum(int(((part & 127) == 127).count_nonzero()) for part in q.flatten().split(_CHECKED))
     if bad:
         raise _wrong(matrix, f"holds {bad} values that are not finite, of {q.numel()}")
     stored = tensors["scale"]
