@@ -8,6 +8,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -92,6 +93,20 @@ def test_what_was_made_is_copied_once_its_place_is_registered(driver):
     assert host_arena(pinned) == (pinned, ())
     pinned.close()
     assert not driver.pinned
+
+
+def test_resident_memory_is_what_was_asked_for(driver):
+    """Within 2 %, whatever is written to it: no power of two above the size."""
+
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    asked = 257 * MIB + 5
+    before = resident()
+    pinned = arena.PinnedArena(asked)
+    pinned.bytes.fill_(1)
+    assert 0.98 * asked < resident() - before < 1.02 * asked and sum(driver.pinned.values()) < 1.02 * asked
+    pinned.close()
 
 
 def test_a_load_that_ends_early_ends_the_registering(driver, monkeypatch):

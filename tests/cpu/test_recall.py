@@ -415,6 +415,23 @@ def test_command_prints_a_summary_and_writes_both_files(tmp_path, capfd):
     assert "2 pairs, 0 right here alone, 0 there alone, McNemar p 1" in capfd.readouterr().out
 
 
+def test_command_compares_features_and_climbs(capfd):
+    model = ["--dtype", "fp32", "--threads", "1", "--offline", str(ASSETS / "recall-dense")]
+    grid = ["recall", "--tasks", "multi_key", "--lengths", "256", "--depths", "1", "--n", "1"]
+    assert main.run(["verify", *grid, "--compare", "kv=fp8", "--compare", "reuse", *model, "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)["features"]
+    assert [(row["feature"], row["pairs"], row["right"]) for row in rows] == [
+        ("kv=fp8", 1, 1),
+        ("reuse", 1, 1),
+    ]
+    assert all(row["active"] > 0 for row in rows)
+    assert main.run(["verify", *grid, "--compare", "chunk_len=1024", *model]) == 2
+    assert "was not at work in any of 1 sample" in capfd.readouterr().err
+    assert main.run(["verify", "ladder", "--context", "1536", *model]) == 0
+    title, row = capfd.readouterr().out.splitlines()
+    assert title.split()[0] == "tokens" and row.split()[0] == "1,024" and row.endswith("found")
+
+
 def test_command_refuses_before_it_loads(capfd):
     model = str(ASSETS / "recall-dense")
     for args, message in (
