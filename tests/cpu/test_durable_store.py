@@ -235,6 +235,26 @@ def test_damage_is_a_miss_and_then_trouble(tmp_path, kind):
     assert store.lower.trouble == ""
 
 
+def test_what_is_damaged_and_read_again_is_pinned_again(tmp_path):
+    """Whoever pinned it has not changed his mind; what is pinned is what eviction passes over."""
+    store = make(tmp_path / "s", num_pages=40)
+    disk = store.lower.disk
+    disk._writer.execute("UPDATE models SET about = ?", ('{"name": "stand-in", "page_len": "4"}',))
+    run(store, tokens(40, 1))
+    run(store, tokens(40, 2))
+    _, prefix = disk.prefixes()
+    disk.set_pinned(prefix, True)
+    pinned = disk.query("SELECT parent, key FROM records WHERE pinned")
+    assert pinned and len(pinned) < disk.usage()["records"]
+    store.close_tiers()
+    for path in (tmp_path / "s").glob("models/*/*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    store = make(tmp_path / "s", num_pages=40)
+    for seed in (1, 2):
+        assert run(store, tokens(40, seed)) == 0
+    assert store.lower.disk.query("SELECT parent, key FROM records WHERE pinned") == pinned
+
+
 def test_a_disk_that_fails_loses_no_request(tmp_path):
     files = Broken()
     store = make(tmp_path / "s", files=files)

@@ -405,6 +405,20 @@ class DurableStore:
                 (model, root, key, tokens, label, now, now, now),
             )
             self.trim_prefixes(write)
+        if self._sum("pinned", of="prefixes"):
+            self._pin_again(model, root, tokens)
+
+    def _pin_again(self, model: int, root: bytes, tokens: bytes) -> None:
+        """Pin what was read again, after damage, of pinned prefixes that a chain covers."""
+        pages = f"length(tokens) / {self.page_bytes(model)} * {self.page_bytes(model)}"
+        covered = f"pinned AND root = ? AND substr(tokens, 1, {pages}) = substr(?, 1, {pages})"
+        held = {
+            record.id
+            for prefix in self.prefixes(covered, (root, tokens))
+            for record in self.records_of(prefix)
+        }
+        with self.transaction() as write:
+            write.executemany("UPDATE records SET pinned = 1 WHERE id = ?", [(number,) for number in held])
 
     def trim_prefixes(self, write: sqlite3.Connection) -> None:
         """Delete the prefixes, and documents, that go beyond their share of the quota, the least recently used
