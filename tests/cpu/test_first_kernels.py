@@ -63,8 +63,9 @@ def test_dense_models_and_types_without_kernels():
         first_kernels(facts, torch.float32, "fp32", 1, False, 90)
 
 
-def test_a_load_that_failed_compiles_nothing_more(monkeypatch):
-    """The compiler is asked between kernels; what it raises then ends the thread without a word."""
+def test_a_load_that_failed_compiles_nothing_more(monkeypatch, capsys):
+    """The compiler is asked between kernels; what it raises then ends the thread without a word. Else it says how far it
+    is."""
     done, stop = [], Event()
 
     def prepare(variants, device, progress):
@@ -79,5 +80,8 @@ def test_a_load_that_failed_compiles_nothing_more(monkeypatch):
     settings = (torch.float16, "fp8", 1, False, torch.device("cpu"))
     kernels.compile_ahead(stop, facts_of("qwen3.6-27b"), *settings)
     assert done == [0, 1, 2]
+    capsys.readouterr()
     kernels.compile_ahead(Event(), facts_of("qwen3.6-27b"), *settings)
     assert len(done) > 6
+    said, num = capsys.readouterr().err.splitlines(), len(done) - 3
+    assert said == [f"compiled {part} of {num} kernels for this card, once" for part in (0, num // 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
@@ -42,11 +43,14 @@ def compile_ahead(
     streamed: bool,
     device: torch.device,
 ) -> None:
-    """Compile and load `first_kernels` for a card, in a thread of its own. stop: set where nobody will use them."""
+    """Compile and load `first_kernels` for a card, in a thread of its own; standard error says so where that takes
+    time, the first start. stop: set where nobody will use them."""
 
     def go_on(done: int, total: int) -> None:
         if stop.is_set():
             raise _StoppedError
+        if done in (0, total // 2, total):
+            print(f"compiled {done} of {total} kernels for this card, once", file=sys.stderr, flush=True)
 
     # What fails here is compiled again, and said, where it is used, if it is.
     with suppress(KernelError, UsageError, torch.OutOfMemoryError, _StoppedError):
