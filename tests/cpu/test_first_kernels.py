@@ -64,8 +64,7 @@ def test_dense_models_and_types_without_kernels():
 
 
 def test_a_load_that_failed_compiles_nothing_more(monkeypatch, capsys):
-    """The compiler is asked between kernels; what it raises then ends the thread without a word. Else it says how far it
-    is."""
+    """The compiler is asked between kernels; what it raises then ends the thread. Else it says how far it is."""
     done, stop = [], Event()
 
     def prepare(variants, device, progress):
