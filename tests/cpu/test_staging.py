@@ -355,7 +355,8 @@ def test_of_a_damaged_image_in_the_middle_nothing_is_sent(late, monkeypatch, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_that_fails_is_never_computed_with(late, monkeypatch, kind):
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_copy_that_fails_is_never_computed_with(late, monkeypatch, kind, keep):
     """A fault of the machine, not of an image: whoever would read or keep the pages fails, then and later."""
     prompt = tokens(100)
     store = in_host_memory(kind, prompt)
@@ -373,10 +374,13 @@ def test_a_copy_that_fails_is_never_computed_with(late, monkeypatch, kind):
         with pytest.raises(MemoryError):
             model.prefill(store, sequence)
         store.rewind(sequence)
-    store.close(sequence, keep=False)
-    assert not store.stats.entries and store.stats.pages_used == 0
-    assert store.lower.counters["hits"] == 0
-    model.check(store)
+    store.close(sequence, keep=keep)
+    assert store.lower.counters["hits"] == store.stats.pages_used == 0
+    if keep:
+        with pytest.raises(MemoryError):
+            store._evict_leaf()
+    else:
+        model.check(store)
     with pytest.raises(MemoryError):
-        store.open(prompt, 100)
+        model.prefill(store, store.open(prompt, 100))
     assert store.lower._staging.up._free.qsize() == SLOTS_UP

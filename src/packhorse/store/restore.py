@@ -48,8 +48,8 @@ class LayerRestore:
         self._then: Callable[[float], None] = lambda seconds: None
 
     def begin(self, parts: Sequence[Part], page_ids: Sequence[int], then: Callable[[float], None]) -> None:
-        """Copy pages of images into `page_ids`, one id for each of them; they have
-        arrived as `arrive` says. then: called by `settle` with the seconds it took to send all."""
+        """Copy pages of images into `page_ids`, one id for each of them; they have arrived when `arrive` says so.
+        then: called by `settle` with the seconds it took to send all."""
         assert not self._coming
         batches = _batches(parts, page_ids, self._staging.size // self._tier.geometry.codec.page_bytes)
         began, self._then = time.monotonic(), lambda stopped: then(stopped - began)
