@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from random import Random
 from threading import Event as Flag
 from threading import RLock, local
 
@@ -384,3 +385,45 @@ def test_a_copy_that_fails_is_never_computed_with(late, monkeypatch, kind, keep)
     with pytest.raises(MemoryError):
         model.prefill(store, store.open(prompt, 100))
     assert store.lower._staging.up._free.qsize() == SLOTS_UP
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_walk(tmp_path, late, monkeypatch, kind, seed):
+    """Up to three sequences at once that share prefixes, from the card, host memory and disk; some end early."""
+    monkeypatch.setattr(lower, "EXTENT_BYTES", 4 * 2 * 64)
+    random, opened, prompts = Random(seed), [], [tokens(30, seed)]
+    settings = {"ram": MIB // 2, "num_pages": 60, "sequences": 3, "snapshots": 12}
+    store = make(tmp_path / "s", kind, **settings)
+    store.lower._staging.size = 2 * store.geometry.codec.page_bytes
+    for _ in range(250):
+        action = random.randrange(8)
+        if action < 3 and len(opened) < 3:
+            base = random.choice(prompts)
+            prompt = [
+                *base[: random.randrange(len(base) + 1)],
+                *tokens(random.randrange(1, 30), random.random()),
+            ][:80]
+            marks = [random.randrange(1, len(prompt) + 1)]
+            sequence = store.open(prompt, len(prompt) + 2, marks, keep=random.random() < 0.8)
+            opened += [] if sequence is None else [sequence]
+            prompts = [*prompts[-6:], prompt]
+        elif action < 6 and opened:
+            sequence = random.choice(opened)
+            if random.random() < 0.8:
+                model.prefill(store, sequence, random.choice([5, 1000]))
+            store.close(sequence, keep=random.random() < 0.8)
+            opened.remove(sequence)
+        elif action == 6:
+            for _ in range(random.choice([1, 4, 40])):
+                store._evict_leaf()
+        else:
+            store.lower.advance(random.choice([0, 1000, 1 << 62]), wait=True)
+    for sequence in opened:
+        model.prefill(store, sequence)
+        store.close(sequence)
+    store.lower.flush()
+    model.check(store)
+    assert store.lower.counters["hits_ram"] > 5
+    assert store.lower._staging.up._free.qsize() == SLOTS_UP
+    store.close_tiers()
