@@ -4,17 +4,21 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from threading import RLock
+from random import Random
+from threading import Event as Flag
+from threading import RLock, local
 
 import pytest
 import test_durable_store as plain
 import torch
 from test_durable_store import KINDS, make, run, tokens
 
+import store_model as model
 from packhorse.core.errors import DoesNotFitError
+from packhorse.core.types import Span
 from packhorse.core.units import MIB
 from packhorse.store import lower, staging, transfer
-from packhorse.store.kv import KVStore
+from packhorse.store.kv import KVStore, StoredSequence
 from packhorse.store.staging import SLOTS_DOWN, SLOTS_UP, Staging
 
 
@@ -24,43 +28,65 @@ class Stream:
     def __init__(self, device: object = None) -> None:
         self.work: list[Callable[[], None]] = []
         self.late = 0
-        self._lock = RLock()
+        self.lock = RLock()
 
     def wait_stream(self, other: "Stream") -> None:
         other.drain()
 
-    def drain(self) -> None:
-        with self._lock:
-            while self.work:
+    def wait_event(self, event: "Event") -> None:
+        assert self is Card.compute
+        event.wait()
+
+    def give(self, work: Callable[[], None]) -> None:
+        with self.lock:
+            self.work.append(work)
+
+    def drain(self, until: int | None = None) -> None:
+        """Do what was given, up to `until` pieces of it since the beginning."""
+        with self.lock:
+            while self.work and (until is None or self.late < until):
                 self.late += 1
                 self.work.pop(0)()
 
 
 class Event:
-    def __init__(self, *, blocking: bool) -> None:
-        assert blocking
+    """Behind what its stream had been given when it was recorded last."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.blocking = blocking
         self.stream: Stream | None = None
+        self.given = 0
 
     def record(self) -> None:
-        self.stream = Card.current
+        self.stream = Card.current()
+        with self.stream.lock:
+            self.given = self.stream.late + len(self.stream.work)
 
     def synchronize(self) -> None:
+        assert self.blocking, "a thread that waits takes a core"
+        self.wait()
+
+    def wait(self) -> None:
         if self.stream is not None:
-            self.stream.drain()
+            self.stream.drain(self.given)
 
 
 class Card:
     compute = Stream()
-    current = compute
+    of_thread = local()
 
-    @staticmethod
+    @classmethod
+    def current(cls, device: object = None) -> Stream:
+        return getattr(cls.of_thread, "stream", cls.compute)
+
+    @classmethod
     @contextmanager
-    def stream(stream: Stream):
-        before, Card.current = Card.current, stream
+    def stream(cls, stream: Stream):
+        before, cls.of_thread.stream = cls.current(), stream
         try:
             yield
         finally:
-            Card.current = before
+            cls.of_thread.stream = before
 
 
 @pytest.fixture
@@ -69,17 +95,17 @@ def late(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", Card.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Card.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", Card.current)
     monkeypatch.setattr(staging, "PinnedTensor", lambda tensor: tensor)
     for name in ("load_pages", "save_pages", "load_state", "save_state"):
 
         def put_off(*args, copy=getattr(transfer, name), wait: bool = True) -> None:
             if wait:
-                assert Card.current is Card.compute
+                assert Card.current() is Card.compute
                 copy(*args)
             else:
-                assert Card.current is not Card.compute
-                Card.current.work.append(partial(copy, *args))
+                assert Card.current() is not Card.compute
+                Card.current().give(partial(copy, *args))
 
         monkeypatch.setattr(transfer, name, put_off)
     add_tiers = KVStore.add_tiers
@@ -181,4 +207,223 @@ def test_where_the_system_pins_too_little(late, monkeypatch):
     while store._evict_leaf():
         pass
     assert run(store, tokens(30)) == 28
+    store.close_tiers()
+
+
+def in_host_memory(kind: str, prompt: list[int], **settings) -> KVStore:
+    """A store that has read a prompt and given all of it up for host memory. A slot holds two pages of a layer."""
+    store = make(None, kind, ram=MIB, num_pages=80, **settings)
+    store.lower._staging.size = 2 * store.geometry.codec.page_bytes
+    assert run(store, prompt, marks=[40, 80]) == 0
+    while store._evict_leaf():
+        pass
+    return store
+
+
+def all_sent(store: KVStore) -> None:
+    for layer in store.lower._restore._coming:
+        assert all(sent.exception(10) is None for sent in layer.sent)
+
+
+def arrived(store: KVStore, sequence: StoredSequence) -> list[int]:
+    """Pages of each layer that are not as free ones are."""
+    pages = [store._tier.pages(layer)[sequence.page_ids] for layer in store.geometry.full_layers]
+    return [int((of_layer != 0xFF).any(1).sum()) for of_layer in pages]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("extent", [1, 2])
+def test_layers_arrive_one_after_the_other(late, monkeypatch, kind, extent):
+    """The first layer computes while threads still copy the last into slots; what is read is checked by its content."""
+    monkeypatch.setattr(lower, "EXTENT_BYTES", extent * 4 * 2 * 64)
+    prompt = tokens(100)
+    store = in_host_memory(kind, prompt)
+    first, last = store.geometry.full_layers
+    gathered, computed, seen = [], Flag(), []
+    gather, check = transfer.gather_layer, model.check_segments
+
+    def held_up(parts, layer, *others):
+        assert layer == first or computed.wait(10), "the last layer is not computed before the first"
+        gathered.append((layer, sum(len(pages) for _, pages in parts)))
+        return gather(parts, layer, *others)
+
+    def compute(store, segments, ids, stop, layer):
+        check(store, segments, ids, stop, layer)
+        if stop == 100 and layer == first:
+            seen.append(arrived(store, sequence))
+            computed.set()
+
+    monkeypatch.setattr(transfer, "gather_layer", held_up)
+    monkeypatch.setattr(model, "check_segments", compute)
+    sequence = store.open(prompt, 100)
+    assert sequence.cached_len == 96 and "hits" not in store.lower.counters
+    model.prefill(store, sequence)
+    assert seen == [[25, 0]]
+    assert [layer for layer, _ in gathered] == [first] * 12 + [last] * 12
+    assert {count for _, count in gathered} == {2}
+    assert store.lower.counters["hits_ram"] == 1 and store.lower.counters["restored_tokens"] == 96
+    store.close(sequence)
+    model.check(store)
+    store.close_tiers()
+
+
+def test_a_layer_waits_for_its_own_copies_alone(late, monkeypatch):
+    """All have been sent, in slots that nobody needs again."""
+    monkeypatch.setattr(staging, "SLOTS_UP", 64)
+    prompt = tokens(100)
+    store = in_host_memory("dense", prompt)
+    sequence = store.open(prompt, 100)
+    all_sent(store)
+    assert arrived(store, sequence) == [0, 0]
+    span = Span(sequence.slot, 0, 96, 4)
+    for view, want in zip(store.views([span]), ([24, 0], [24, 24]), strict=True):
+        next(view.segments(span, 9))
+        assert arrived(store, sequence) == want
+    store.rewind(sequence)
+    model.prefill(store, sequence)
+    store.close(sequence)
+    model.check(store)
+    store.close_tiers()
+
+
+def test_after_what_was_computed_before_and_before_a_captured_step(late, monkeypatch):
+    """Before, the same pages were written to, late too; a captured step waits for all layers."""
+    monkeypatch.setattr(staging, "SLOTS_UP", 64)
+    prompt = tokens(100)
+    store = in_host_memory("hybrid", prompt)
+    Card.compute.give(lambda: store._tier.poison_pages(list(range(80))))
+    sequence = store.open(prompt, 100)
+    all_sent(store)
+    store.arrive()
+    Card.compute.drain()
+    assert arrived(store, sequence) == [24, 24]
+    model.prefill(store, sequence)
+    store.close(sequence)
+    store.close_tiers()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_else_uses_or_takes_the_pages_waits(late, monkeypatch, kind):
+    """One that shares them and computes first, one that ends at once, and eviction; free pages stay poisoned."""
+    monkeypatch.setattr(lower, "EXTENT_BYTES", 4 * 2 * 64)
+    prompt = tokens(100)
+    store = in_host_memory(kind, prompt)
+    opened = [store.open(prompt, 100), store.open(prompt, 100)]
+    assert [sequence.cached_len for sequence in opened] == [96, 96]
+    for sequence in opened[::-1]:
+        model.prefill(store, sequence)
+        store.close(sequence)
+    model.check(store)
+    for keep in (True, False):
+        while store._evict_leaf():
+            pass
+        model.check(store)
+        sequence = store.open(prompt, 100, keep=keep)
+        assert sequence.cached_len == 96
+        store.close(sequence)
+        model.check(store)
+        assert bool(store.stats.entries) is keep
+    assert run(store, prompt) == 96
+    model.check_all_free(store)
+    store.close_tiers()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("position", [0, 48, 92])
+def test_of_a_damaged_image_in_the_middle_nothing_is_sent(late, monkeypatch, kind, position):
+    """A counted miss; what lies before it is gone on from, as if the rest had never been there."""
+    monkeypatch.setattr(lower, "EXTENT_BYTES", 4 * 2 * 64)
+    prompt = tokens(100)
+    store = in_host_memory(kind, prompt)
+    images = store.lower.ram._images.values()
+    damaged = next(image for image in images if image.record.start <= position < image.record.stop)
+    damaged.parts[f"layers.{store.geometry.full_layers[-1]}"] = memoryview(b"")
+    gather, sent = transfer.gather_layer, []
+
+    def note(parts, *others):
+        sent.extend(image for image, _ in parts)
+        return gather(parts, *others)
+
+    monkeypatch.setattr(transfer, "gather_layer", note)
+    start = damaged.record.start
+    usable = start if kind == "dense" else max(p for p in (0, 40, 80) if p <= start)
+    assert run(store, prompt) == usable
+    assert store.lower.counters["miss_shape"] == 1 and not store.lower.trouble
+    assert store.lower.counters["hits_ram"] == (usable > 0) and damaged not in sent
+    assert all(image.record.stop <= usable for image in sent)
+    assert run(store, prompt) == 96, "it was read again"
+    store.close_tiers()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_copy_that_fails_is_never_computed_with(late, monkeypatch, kind, keep):
+    """A fault of the machine, not of an image: whoever would read or keep the pages fails, then and later."""
+    prompt = tokens(100)
+    store = in_host_memory(kind, prompt)
+    last = store.geometry.full_layers[-1]
+    gather = transfer.gather_layer
+
+    def fail(parts, layer, *others):
+        if layer == last:
+            raise MemoryError("no more")
+        return gather(parts, layer, *others)
+
+    monkeypatch.setattr(transfer, "gather_layer", fail)
+    sequence = store.open(prompt, 100)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            model.prefill(store, sequence)
+        store.rewind(sequence)
+    store.close(sequence, keep=keep)
+    assert store.lower.counters["hits"] == store.stats.pages_used == 0
+    if keep:
+        with pytest.raises(MemoryError):
+            store._evict_leaf()
+    else:
+        model.check(store)
+    with pytest.raises(MemoryError):
+        model.prefill(store, store.open(prompt, 100))
+    assert store.lower._staging.up._free.qsize() == SLOTS_UP
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_walk(tmp_path, late, monkeypatch, kind, seed):
+    """Up to three sequences at once that share prefixes, from the card, host memory and disk; some end early."""
+    monkeypatch.setattr(lower, "EXTENT_BYTES", 4 * 2 * 64)
+    random, opened, prompts = Random(seed), [], [tokens(30, seed)]
+    settings = {"ram": MIB // 2, "num_pages": 60, "sequences": 3, "snapshots": 12}
+    store = make(tmp_path / "s", kind, **settings)
+    store.lower._staging.size = 2 * store.geometry.codec.page_bytes
+    for _ in range(250):
+        action = random.randrange(8)
+        if action < 3 and len(opened) < 3:
+            base = random.choice(prompts)
+            prompt = [
+                *base[: random.randrange(len(base) + 1)],
+                *tokens(random.randrange(1, 30), random.random()),
+            ][:80]
+            marks = [random.randrange(1, len(prompt) + 1)]
+            sequence = store.open(prompt, len(prompt) + 2, marks, keep=random.random() < 0.8)
+            opened += [] if sequence is None else [sequence]
+            prompts = [*prompts[-6:], prompt]
+        elif action < 6 and opened:
+            sequence = random.choice(opened)
+            if random.random() < 0.8:
+                model.prefill(store, sequence, random.choice([5, 1000]))
+            store.close(sequence, keep=random.random() < 0.8)
+            opened.remove(sequence)
+        elif action == 6:
+            for _ in range(random.choice([1, 4, 40])):
+                store._evict_leaf()
+        else:
+            store.lower.advance(random.choice([0, 1000, 1 << 62]), wait=True)
+    for sequence in opened:
+        model.prefill(store, sequence)
+        store.close(sequence)
+    store.lower.flush()
+    model.check(store)
+    assert store.lower.counters["hits_ram"] > 5
+    assert store.lower._staging.up._free.qsize() == SLOTS_UP
     store.close_tiers()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from packhorse.store import kv as kv_store
 from packhorse.store import lower
 from packhorse.store.durable import DurableStore
 from packhorse.store.staging import Staging
+from packhorse.store.transfer import gather_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -209,19 +211,31 @@ def test_streamed_experts_and_sweeps(tmp_path):
     arena.close()
 
 
-@pytest.mark.parametrize("family", [HYBRID, DENSE])
-def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family):
-    """Up and down: nothing is computed from what has not arrived, nothing is written that had not left."""
-    carrying, sent = Staging.carrying, []
+@pytest.fixture
+def sent(monkeypatch) -> list:
+    """Copies are late; those that were sent."""
+    sending, sent = Staging.sending, []
 
     @contextmanager
-    def late(self, slot=None):
-        with carrying(self, slot):
+    def late(self, *behind):
+        with sending(self, *behind):
             torch.cuda._sleep(20_000_000)  # some 10 ms, before the copies
-            sent.append(slot)
+            sent.append(behind)
             yield
 
-    monkeypatch.setattr(Staging, "carrying", late)
+    monkeypatch.setattr(Staging, "sending", late)
+    return sent
+
+
+def use_small_slots(engine: Engine) -> None:
+    """From now on a slot holds one page of one layer."""
+    store = engine.store
+    store.lower._staging.size = store.geometry.codec.page_bytes
+
+
+@pytest.mark.parametrize("family", [HYBRID, DENSE])
+def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family, sent):
+    """Up and down: nothing is computed from what has not arrived, nothing is written that had not left."""
     monkeypatch.setattr(lower, "EXTENT_BYTES", 1)  # a page each, more of them than slots
     model = tiny_model(family, "fp8")
     want = answer(start(model, "fp8"), IDS[:1290], 3)
@@ -229,14 +243,67 @@ def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family):
     check(answer(engine, IDS[:1290], 3), want)
     engine.store.lower.advance(1 << 62, wait=True)
     forget(engine)  # its pages and states are NaN from now on
-    before = len(sent)
+    before, store = len(sent), engine.store
     assert before >= 20
+    use_small_slots(engine)
+    torch.cuda._sleep(200_000_000)  # and are so again, some 100 ms later: copies come behind that
+    for layer in store.geometry.full_layers:
+        store._tier.pages(layer).fill_(0xFF)
     check(answer(engine, IDS[:1290], 3), want, 1280)
-    assert len(sent) >= before + 20
+    assert len(sent) >= before + 20 * len(store.geometry.full_layers)
+    assert store.lower.counters["hits_ram"] == 1
     engine.close()
     engine = start(model, "fp8", tmp_path / "s")
     check(answer(engine, IDS[:1290], 3), want, 1280)
     assert engine.store.lower.counters["unpinned_staging"] == 0
+    engine.close()
+
+
+def test_a_captured_step_waits_for_all_layers(sent):
+    """Of a prompt that leaves it one token to read."""
+    model = tiny_model(DENSE, "fp8")
+
+    def engine_of(ram: int = 0) -> Engine:
+        engine = start(model, "fp8", ram=ram)
+        engine.runner.graphs = StepGraphs(model, engine.store, None, sequences=4, max_len=4096, capture=False)
+        return engine
+
+    want = answer(engine_of(), IDS[:1281], 3)
+    engine = engine_of(32 * MIB)
+    check(answer(engine, IDS[:1281], 3), want)
+    forget(engine)
+    use_small_slots(engine)
+    steps = engine.runner.graphs.num_steps
+    check(answer(engine, IDS[:1281], 3), want, 1280)
+    assert engine.runner.graphs.num_steps == steps + 3 and len(sent) >= 40
+    engine.close()
+
+
+def test_first_layers_compute_while_the_last_are_copied(monkeypatch):
+    """From host memory: the last layer's pages are not even gathered before the first has been computed."""
+    model = tiny_model(DENSE, "fp8")
+    engine = start(model, "fp8", ram=32 * MIB)
+    want = answer(engine, IDS[:1290], 3)
+    forget(engine)
+    use_small_slots(engine)
+    first, last = engine.store.geometry.full_layers
+    reached, order, arrive = Event(), [], lower.LowerTiers.arrive
+
+    def note(self, layer=None):
+        if layer == last:
+            reached.set()
+        arrive(self, layer)
+
+    def hold_up(parts, layer, *others):
+        assert layer == first or reached.wait(20)
+        order.append(layer)
+        return gather_layer(parts, layer, *others)
+
+    monkeypatch.setattr(lower.LowerTiers, "arrive", note)
+    monkeypatch.setattr(lower.transfer, "gather_layer", hold_up)
+    check(answer(engine, IDS[:1290], 3), want, 1280)
+    assert order == [first] * 20 + [last] * 20
+    assert engine.store.lower.counters["hits_ram"] == 1
     engine.close()
 
 

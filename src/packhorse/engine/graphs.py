@@ -59,6 +59,7 @@ class StepGraphs:
         if why is not None:
             raise UsageError(f"{model.facts.name} has no decode graphs: {why}.", hint="It runs without them.")
         self.model = model
+        self._store = store
         self.streamed = experts if isinstance(experts, StreamedExperts) else None
         self.counters = new_counters(model.device) if self.streamed is None else self.streamed.counters
         self.num_steps = 0
@@ -105,6 +106,7 @@ class StepGraphs:
     def run(self, spans: Sequence[Work]) -> Tensor:
         """Logits [len(spans), V] fp32 of spans of one token each: valid until the next call."""
         bucket = next(b for b in self._buckets if b.size >= len(spans))
+        self._store.arrive()
         if self.streamed is not None:
             self.streamed.begin_step()
         bucket.place(spans)

@@ -9,8 +9,9 @@ preempted. Used from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -252,6 +253,12 @@ class KVStore:
             return LayerMemory(self._tier.pages(layer), misfits, None, None)
         return LayerMemory(None, None, *self._tier.delta_pool(layer))
 
+    def arrive(self, layer: int | None = None) -> None:
+        """What the device is given from now on comes after what is still on its way into a layer's pages, and into
+        those of the layers before it; None: into any. Views do that by themselves. Raises what a copy has raised."""
+        if self.lower is not None:
+            self.lower.arrive(layer)
+
     def idle_pages(self, layer: int) -> Tensor | None:
         """A full-attention layer's pages at the pool's end that nobody holds, uint8 [n, page_bytes]: of whoever asks
         until `before_taking` is called. None where there are none."""
@@ -394,7 +401,7 @@ class KVStore:
                 step.fragments[span.row] = sequence.fragments
         layers = range(len(self.geometry.layer_kinds))
         return [
-            PagesView(step, self._bound[i], self.geometry.codec.format.rotated)
+            PagesView(step, self._bound[i], self.geometry.codec.format.rotated, partial(self.arrive, i))
             if i in self._bound
             else StateView(step, self._tier.delta_states(i))
             for i in layers
@@ -731,7 +738,9 @@ class KVStore:
         self._slots.free_entry(slot)
         self._poison_state(slot)
 
-    def _release(self, page_ids: Iterable[int]) -> None:
+    def _release(self, page_ids: Sequence[int]) -> None:
+        if page_ids and self.lower is not None:
+            self.lower.settle()
         freed = self._pages.release(page_ids)
         if self._poison and freed:
             self._tier.poison_pages(freed)

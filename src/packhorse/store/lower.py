@@ -7,7 +7,8 @@
 Everything but the writing of files, and their reading, happens in the engine's thread. A record is copied from
 the device in whole before anybody waits for a disk, so pages are held no longer than it takes to copy them. What a
 card has passes through pinned slots (store/staging.py), and only the writing thread waits for a copy. What is larger
-than a slot, as states are, and what leaves for host memory, is there when the call that copies it returns.
+than a slot, as states are, and what leaves for host memory, is there when the call that copies it returns. What comes
+back from host memory alone does so layer by layer (store/restore.py), and may be on its way when `load` returns.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from packhorse.store.records import (
     chain_values,
     walk,
 )
+from packhorse.store.restore import LayerRestore
 from packhorse.store.staging import Slot, Staging
 from packhorse.store.tier import ComputeTier
 
@@ -184,13 +186,16 @@ class LowerTiers:
             most = self._extent_pages * (self._page_size + page_bytes) + SLOT_HEADER_BYTES
             self._staging = Staging(tier.device, most)
             self.counters["unpinned_staging"] = int(not self._staging.pinned)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
+        self._restore: LayerRestore | None = None
+        if self._staging is not None:
+            self._restore = LayerRestore(tier, self._staging, self._readers)
         self._sources: list[Records] = [self.ram] if disk is None else [self.ram, disk]
         self._read_rates: dict[int, float] = {}
         self._failures = 0
         self._jobs: deque[KeepJob] = deque()
         self._batch: list[tuple[Image, Slot | None]] = []
         self._writer = WritingThread() if disk is not None else None
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
 
     @property
     def trouble(self) -> str:
@@ -234,9 +239,12 @@ class LowerTiers:
 
     def load(self, found: Found, held: int, page_ids: Sequence[int], slot: int) -> int:
         """Copy what was found to the device: pages from page `held` on into `page_ids`, one id for each page of
-        the prompt, and the state into `slot`. Returns the pages that are usable now; fewer than
-        `found.num_pages` where a record was not what it should be, which is not offered again.
+        the prompt, and the state into `slot`. Returns the pages that are usable now, of a card when `arrive` says
+        so; fewer than `found.num_pages` where a record was not what it should be, which is not offered again.
         """
+        self.arrive()
+        if self._restore is not None and all(source is self.ram for source, _ in found.records):
+            return self._load_layers(self._restore, found, held, page_ids, slot)
         began = time.monotonic()
         ahead: deque[Future[tuple[Image, Slot | None]]] = deque()
         waiting = deque(found.records)
@@ -259,10 +267,40 @@ class LowerTiers:
             if at < len(found.pieces):
                 piece = found.pieces[at]
                 usable = min(piece.stop, found.num_pages)
-        self._failures = 0
         self._join()
         self._count_load(found, held, time.monotonic() - began)
         return found.num_pages
+
+    def _load_layers(
+        self, restore: LayerRestore, found: Found, held: int, page_ids: Sequence[int], slot: int
+    ) -> int:
+        """`load`, from images in host memory. All are checked before anything of any is sent."""
+        images = []
+        for at, (source, record) in enumerate(found.records):
+            try:
+                images.append(source.read(record))
+                self._check(found, at, images[-1])
+            except UnreadableError as error:
+                self._lose(source, record, error.reason)
+                return held
+        parts = []
+        for piece, image in zip(found.pieces, images, strict=False):
+            _, skip, count = _wanted(found, piece, held)
+            parts.append((image, range(skip, skip + count)))
+        restore.begin(parts, page_ids[held : found.num_pages], partial(self._count_load, found, held))
+        if found.state is not None:
+            transfer.load_state(images[-1], self._tier, slot)
+        return found.num_pages
+
+    def arrive(self, layer: int | None = None) -> None:
+        """See LayerRestore: before pages of a card are read."""
+        if self._restore is not None:
+            self._restore.arrive(layer)
+
+    def settle(self) -> None:
+        """See LayerRestore: before pages of a card are anybody else's."""
+        if self._restore is not None:
+            self._restore.settle()
 
     def _fetch(self, source: Records, record: Record) -> tuple[Image, Slot | None]:
         """An image, and the slot that it is in, which is to be given back. In a reading thread."""
@@ -308,21 +346,22 @@ class LowerTiers:
         *,
         wait: bool,
     ) -> None:
-        geometry = self._tier.geometry
+        self._check(found, at, image)
         if at == len(found.pieces):
-            if not transfer.fits(image, transfer.state_shapes(geometry)):
-                raise UnreadableError("shape")
             transfer.load_state(image, self._tier, slot, wait=wait)
             return
-        piece = found.pieces[at]
-        if not transfer.fits(
-            image, transfer.pages_shapes(geometry, len(piece.record.tokens) // self._page_bytes)
-        ):
+        first, skip, count = _wanted(found, found.pieces[at], held)
+        transfer.load_pages(image, skip, self._tier, page_ids[first : first + count], wait=wait)
+
+    def _check(self, found: Found, at: int, image: Image) -> None:
+        """Raise UnreadableError where an image lacks what its record says."""
+        geometry = self._tier.geometry
+        shapes = transfer.state_shapes(geometry)
+        if at < len(found.pieces):
+            tokens = found.pieces[at].record.tokens
+            shapes = transfer.pages_shapes(geometry, len(tokens) // self._page_bytes)
+        if not transfer.fits(image, shapes):
             raise UnreadableError("shape")
-        first = max(piece.first, held)
-        stop = min(piece.stop, found.num_pages)
-        skip = piece.skip + first - piece.first
-        transfer.load_pages(image, skip, self._tier, page_ids[first:stop], wait=wait)
 
     def _walk(self, root: bytes, tokens: bytes | bytearray, num_pages: int) -> Walk:
         """Through host memory as far as that goes, and from there on the disk."""
@@ -357,6 +396,7 @@ class LowerTiers:
     def _count_load(self, found: Found, held: int, seconds: float) -> None:
         disk = [record for source, record in found.records if source is self.disk]
         ram = [record for source, record in found.records if source is self.ram]
+        self._failures = 0
         self.counters["hits"] += 1
         self.counters["hits_disk" if disk else "hits_ram"] += 1
         self.counters["restored_tokens"] += (found.num_pages - held) * self._tier.geometry.page_len
@@ -389,6 +429,7 @@ class LowerTiers:
         if size > self.ram.capacity:
             self.counters["skipped_demotions"] += self.ram.capacity > 0
             return
+        self.arrive()
         assert entry.parent is not None
         try:
             self._demote_pages(entry, entry.parent.key)
@@ -526,6 +567,7 @@ class LowerTiers:
 
     def close(self) -> None:
         """Write what waits, and let go of everything."""
+        self.settle()
         self.flush()
         if self._writer is not None:
             self._writer.close()
@@ -572,6 +614,7 @@ class LowerTiers:
 
     def _copy_next(self, job: KeepJob) -> int:
         """Copy the job's next record, or end the job; bytes copied."""
+        self.arrive()
         made: tuple[Image, Slot | None] | None = None
         if job.next_page < len(job.page_ids):
             first, count = job.next_page, self._extent(job.next_page, len(job.page_ids) - job.next_page)
@@ -662,3 +705,9 @@ class LowerTiers:
             held |= {"disk_quota_bytes": self.disk.quota, "backlog_bytes": self.backlog_bytes}
             held["disk_direct_reads"] = int(bool(self.disk.direct))
         return held
+
+
+def _wanted(found: Found, piece: Piece, held: int) -> tuple[int, int, int]:
+    """What of a piece the device lacks: its first page, the pages of the record before it, and how many."""
+    first = max(piece.first, held)
+    return first, piece.skip + first - piece.first, min(piece.stop, found.num_pages) - first

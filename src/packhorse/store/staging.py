@@ -3,8 +3,9 @@
     file, image --- reading threads ---> slot --- copies ---> pages        up
     file <---- writing thread ---------- slot <-- copies ---- pages        down
 
-A slot is one record's image. Copies run behind all that was sent to the card before them, and what is sent after
-`join` waits for them; a slot is written again only when the copies from it are over. So nobody waits for a copy but
+A slot is one record's image, or one layer's pages of several (store/restore.py). Copies run behind all that was sent
+to the card before them, or before `begin`, and what is sent after `join` waits for them, what is sent after `wait_for`
+for those before a mark; a slot is written again only when the copies from it are over. So nobody waits for a copy but
 the thread that needs its bytes.
 """
 
@@ -88,13 +89,33 @@ class Staging:
     @contextmanager
     def carrying(self, slot: Slot | None = None) -> Iterator[None]:
         """Copies are sent, of a slot: behind all that the current stream was given."""
+        self.begin()
+        with self.sending(*([] if slot is None else [slot.copied])):
+            yield
+
+    def begin(self) -> None:
+        """What is sent from now on, by any thread, comes behind all that the current stream was given."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    @contextmanager
+    def sending(self, *behind: torch.cuda.Event) -> Iterator[None]:
+        """Copies are sent, and these events behind them. From any thread, after `begin`."""
         with torch.cuda.stream(self._stream):
             try:
                 yield
             finally:
-                if slot is not None:
-                    slot.copied.record()
+                for event in behind:
+                    event.record()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind all that was sent until now, to be recorded again by `sending`."""
+        event = torch.cuda.Event()
+        with self.sending(event):
+            return event
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """What the current stream is given from now on comes after all that was sent before the event."""
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def join(self) -> None:
         """What the current stream is given from now on comes after all copies that were sent."""

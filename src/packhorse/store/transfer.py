@@ -91,6 +91,20 @@ def copy_image(image: Image, into: memoryview) -> Image:
     return Image.parse(into, num_bytes)
 
 
+def gather_layer(
+    parts: Sequence[tuple[Image, range]], layer: int, geometry: StoreGeometry, into: memoryview
+) -> Image:
+    """One layer's pages of several images side by side in other memory: an image for `load_pages`, without a header.
+    Copies as `copy_image` does."""
+    name, size, at = _name(layer), geometry.codec.page_bytes, 0
+    target = np.frombuffer(into, np.uint8)
+    for image, pages in parts:
+        source = np.frombuffer(image.parts[name], np.uint8)[pages.start * size : pages.stop * size]
+        np.copyto(target[at : at + len(source)], source)
+        at += len(source)
+    return Image(parts[0][0].record, into, {name: (0, at)})
+
+
 def save_tensor(source: Tensor, image: Image, name: str) -> None:
     """Copy a contiguous tensor into a part of an image of as many bytes."""
     _bytes(image, name).copy_(source.view(torch.uint8).flatten())

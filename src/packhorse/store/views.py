@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -75,12 +75,13 @@ class _LayerView:
 
 
 class PagesView(_LayerView):
-    """Of a full-attention layer."""
+    """Of a full-attention layer. arrive: called before its pages are read."""
 
-    __slots__ = ("_pages", "_rotated")
+    __slots__ = ("_arrive", "_pages", "_rotated")
 
-    def __init__(self, step: Step, pages: CodecPages, rotated: bool) -> None:
+    def __init__(self, step: Step, pages: CodecPages, rotated: bool, arrive: Callable[[], None]) -> None:
         super().__init__(step)
+        self._arrive = arrive
         self._pages = pages
         self._rotated = rotated
 
@@ -93,6 +94,7 @@ class PagesView(_LayerView):
         self._pages.write(page_ids, start, k, v)
 
     def segments(self, span: Span, stop: int) -> Iterator[Segment]:
+        self._arrive()
         for fragment in self._step.fragments[span.row]:
             length = stop - fragment.start
             if length <= 0:
