@@ -54,7 +54,7 @@ BATCH_BYTES = 32 * MIB
 """Written in one transaction."""
 SLOT_HEADER_BYTES = 64 * KIB
 """Room for a record's header in a slot."""
-READERS = 4
+READERS = 8
 READ_AHEAD = 8
 FAILURES = 3
 """Prompts in a row whose records cannot be read, after which the tier is in trouble."""
