@@ -16,6 +16,7 @@ from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, PackhorseError, UsageError
 from packhorse.core.types import FinishReason, Usage
 from packhorse.engine.session import Answer, Session
+from packhorse.facts.read import read_model
 from packhorse.verify.compare import Feature, Recorder, ask_pairs, parse_changes
 from packhorse.verify.ladder import climb, rungs
 from packhorse.verify.recall import (
@@ -47,6 +48,29 @@ def asker(model: str) -> Asker:
 def record(task: str, seed: int, right: bool, **changes) -> dict:
     blank = {"language": "en", "length": 4096, "depth": 0.5, "share": float(right), "unfinished": False}
     return {"task": task, "seed": seed, "right": right, "expected": ["1"], "answer": "<1>"} | blank | changes
+
+
+def test_the_shipped_models_are_small_and_of_the_large_ones_class():
+    files = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    }
+    for model, most in (("recall-hybrid", 12e6), ("recall-dense", 6e6)):
+        folder = ASSETS / model
+        assert (
+            files <= {file.name for file in folder.iterdir()}
+            and "cannot" in (folder / "README.md").read_text()
+        )
+        assert sum(file.stat().st_size for file in folder.iterdir()) <= most
+    hybrid, dense = (read_model(ASSETS / model) for model in MODELS)
+    assert (hybrid.family, dense.family) == ("qwen3_5_moe", "qwen3")
+    assert hybrid.num_layers >= 8 and hybrid.num_linear_layers == 3 * hybrid.num_full_layers >= 6
+    assert 64 <= hybrid.head_dim <= 256 and hybrid.rope.rotary_dim < hybrid.head_dim
+    assert 1 < hybrid.num_kv_heads < hybrid.num_heads and min(hybrid.context, dense.context) >= 131_072
+    assert hybrid.moe.num_experts >= 16 and hybrid.moe.top_k >= 2 and hybrid.moe.shared_dim > 0
 
 
 @pytest.mark.parametrize("model", MODELS)
