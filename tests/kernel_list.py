@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from packhorse.core.formats import KV_FORMATS, PACKED
-from packhorse.kernels.attention import merge, pages
+from packhorse.kernels.attention import merge, pages, rotate
 from packhorse.kernels.attention.cuda import PagedAttention
 from packhorse.kernels.conv import cuda as conv
 from packhorse.kernels.cuda.nvrtc import Target, Variant
@@ -52,8 +52,9 @@ def attention(codec: str, dim: int, dtype: torch.dtype = FP16) -> dict[str, Vari
 
 
 def prompt_pages(codec: str, dim: int, dtype: torch.dtype) -> list[Variant]:
-    """What reads and writes pages of codes for prompts."""
-    return [*pages.variants(codec, dim, dtype).values()]
+    """What reads and writes pages of codes for prompts, and turns heads."""
+    turns = [rotate.variant(dim, kind) for kind in (dtype, FP32)]
+    return [*pages.variants(codec, dim, dtype).values(), *turns]
 
 
 def others(arch: int, dtype: torch.dtype) -> list[Variant]:

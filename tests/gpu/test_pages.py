@@ -1,4 +1,4 @@
-"""Pages of codes read and written by kernels, against the torch codec on the same card."""
+"""Pages of codes read and written by kernels, and heads turned, against the torch codec on the same card."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from torch import Tensor
 
 from packhorse.core.units import ceil_div
 from packhorse.kernels import dispatch
-from packhorse.kernels.attention import pages
+from packhorse.kernels.attention import pages, rotate
 from packhorse.kernels.cuda.launch import has_type, prepare
-from packhorse.quant.codec import GroupCodec, GroupPages, make_codec
+from packhorse.quant.codec import GroupCodec, GroupPages, hadamard, make_codec
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +98,24 @@ def test_written_bytes_are_those_of_the_codec(name, dim, kind):
             assert torch.equal(got, want)
         got.fill_(0xFF)
         want.fill_(0xFF)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_turned_heads(dim, kind):
+    """Of slices and of whole tensors, to the bit; a NaN stays in its head."""
+    dtype, computed = TYPES.get(kind, torch.float32), TYPES.get(kind, torch.float16)
+    make("k5v4", 1, dim, computed)
+    x = values(37, 5, dim).to(dtype)
+    for part in (x, x[:, 1:4]):
+        assert rotate.fits(part, computed)
+        got = rotate.hadamard(part)
+        assert got.dtype == dtype and torch.equal(got, hadamard(part))
+        assert torch.equal(dispatch.turned(part, computed), got)
+    assert not rotate.fits(x.transpose(0, 1), computed) and not rotate.fits(x, torch.float32)
+    x[3, 2, 1] = torch.nan
+    got = rotate.hadamard(x)
+    assert bool(got[3, 2].isnan().all()) and int(got.isnan().sum()) == dim
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -14,7 +14,7 @@ from packhorse.core.types import PAGE_LEN
 from packhorse.engine.graphs import BUCKETS
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
-from packhorse.kernels.attention import merge, pages
+from packhorse.kernels.attention import merge, pages, rotate
 from packhorse.kernels.attention.cuda import PagedAttention
 from packhorse.kernels.conv import cuda as conv
 from packhorse.kernels.cuda.launch import prepare, target_of
@@ -67,6 +67,7 @@ def first_kernels(
     found = [*PagedAttention(kv, *shape, dtype, 1, 1, PAGE_LEN).variants.values(), merge.variant(dtype)]
     if KV_FORMATS[kv].rotated:
         found += pages.variants(kv, facts.head_dim, dtype).values()
+        found += [rotate.variant(facts.head_dim, kind) for kind in (dtype, torch.float32)]
     found += [gather.VARIANT, norm.variant(dtype), *combine.variants(dtype)]
     found += [dense.variant(dtype, dtype, size) for size in sizes]
     for form in dict.fromkeys(matrix.form for matrix in matrices):
