@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from packhorse.core.formats import PACKED
-from packhorse.kernels.attention import merge
+from packhorse.core.formats import KV_FORMATS, PACKED
+from packhorse.kernels.attention import merge, pages, rotate
 from packhorse.kernels.attention.cuda import PagedAttention
 from packhorse.kernels.conv import cuda as conv
 from packhorse.kernels.cuda.nvrtc import Target, Variant
@@ -51,6 +51,12 @@ def attention(codec: str, dim: int, dtype: torch.dtype = FP16) -> dict[str, Vari
     return PagedAttention(codec, 16, 2, dim, dtype, 1, 1, 262_144).variants
 
 
+def prompt_pages(codec: str, dim: int, dtype: torch.dtype) -> list[Variant]:
+    """What reads and writes pages of codes for prompts, and turns heads."""
+    turns = [rotate.variant(dim, kind) for kind in (dtype, FP32)]
+    return [*pages.variants(codec, dim, dtype).values(), *turns]
+
+
 def others(arch: int, dtype: torch.dtype) -> list[Variant]:
     """What has no format: dense products, norms, the delta rule, and what prompts need between products."""
     return [
@@ -77,6 +83,7 @@ def first_start(arch: int) -> list[Variant]:
         unpack.variant(PACKED["int4-g128"], dtype),
         *prompt_experts("int4-g128", dtype),
         *attention("k5v4", 256, dtype).values(),
+        *prompt_pages("k5v4", 256, dtype),
         *others(arch, dtype),
     ]
 
@@ -124,6 +131,7 @@ def everything() -> Pairs:
             for codec in CODECS:
                 for dim in (256,) if near else (64, 128, 256):
                     found += attention(codec, dim, dtype).values()
+                    found += prompt_pages(codec, dim, dtype) if KV_FORMATS[codec].rotated else []
         for name in ("int4-g32", "q4_k", "q6_k"):
             found += packed(name, usual_dtype, fills=True)
         pairs += [(variant, arch) for variant in found]

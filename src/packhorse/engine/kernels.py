@@ -10,11 +10,12 @@ from threading import Event
 import torch
 
 from packhorse.core.errors import KernelError, UsageError
+from packhorse.core.formats import KV_FORMATS
 from packhorse.core.types import PAGE_LEN
 from packhorse.engine.graphs import BUCKETS
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
-from packhorse.kernels.attention import merge
+from packhorse.kernels.attention import merge, pages, rotate
 from packhorse.kernels.attention.cuda import PagedAttention
 from packhorse.kernels.conv import cuda as conv
 from packhorse.kernels.cuda.launch import prepare, target_of
@@ -68,6 +69,9 @@ def first_kernels(
     matrices, moe, d = list(packed_matrices(facts)), facts.moe, facts.delta
     shape = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
     found = [*PagedAttention(kv, *shape, dtype, 1, 1, PAGE_LEN).variants.values(), merge.variant(dtype)]
+    if KV_FORMATS[kv].rotated:
+        found += pages.variants(kv, facts.head_dim, dtype).values()
+        found += [rotate.variant(facts.head_dim, kind) for kind in (dtype, torch.float32)]
     found += [gather.VARIANT, norm.variant(dtype), *combine.variants(dtype)]
     found += [dense.variant(dtype, dtype, size) for size in sizes]
     for form in dict.fromkeys(matrix.form for matrix in matrices):

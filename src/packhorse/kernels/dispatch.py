@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.core.protocols import Segment
-from packhorse.kernels.attention import flash, ref
+from packhorse.kernels.attention import flash, ref, rotate
+from packhorse.kernels.attention import pages as attention_pages
 from packhorse.kernels.conv import cuda as conv_cuda
 from packhorse.kernels.conv.ref import causal_conv
 from packhorse.kernels.cuda.launch import card_arch
@@ -29,6 +30,7 @@ from packhorse.kernels.linear.int4 import Int4Weight
 from packhorse.kernels.norm import cuda as norm_cuda
 from packhorse.kernels.norm import heads as norm_heads
 from packhorse.kernels.norm import ref as norm_ref
+from packhorse.quant.codec import Codec, CodecPages, GroupCodec, hadamard
 from packhorse.quant.packed import PackedTensor
 
 Matrices = Tensor | PackedTensor
@@ -40,6 +42,18 @@ def attention(q: Tensor, segments: Iterable[Segment], position: int, scale: floa
     if flash.fits(q):
         return flash.attention(q, segments, position, scale)
     return ref.attention(q, segments, position, scale)
+
+
+def bind_pages(codec: Codec, pages: Tensor) -> CodecPages:
+    """Access to the pages of one layer, shapes of quant.codec.Codec.bind."""
+    if isinstance(codec, GroupCodec) and attention_pages.fits(codec, pages.device):
+        return attention_pages.CardPages(codec, pages)
+    return codec.bind(pages)
+
+
+def turned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [T, heads, D] in the basis of quant.codec.hadamard, in its own type. dtype: what is computed in."""
+    return rotate.hadamard(x) if rotate.fits(x, dtype) else hadamard(x)
 
 
 def linear(x: Tensor, weight: Tensor | PackedTensor | Int4Weight, bias: Tensor | None = None) -> Tensor:

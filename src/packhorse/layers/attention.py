@@ -10,7 +10,6 @@ from packhorse.facts.model import ModelFacts
 from packhorse.kernels import dispatch
 from packhorse.kernels.attention import ref
 from packhorse.layers.rope import Rope
-from packhorse.quant.codec import hadamard
 
 
 class Attention:
@@ -39,9 +38,9 @@ class Attention:
         else:
             q, k = self.rope(q, positions), self.rope(k, positions)
         rotated = kv_view.rotated
-        out = self._attend(hadamard(q) if rotated else q, k, v, kv_view)
+        out = self._attend(dispatch.turned(q, x.dtype) if rotated else q, k, v, kv_view)
         if rotated:
-            out = hadamard(out)
+            out = dispatch.turned(out, x.dtype)
         out = out.to(x.dtype) if gate is None else dispatch.sigmoid_gate(out, gate, x.dtype)
         return weights.o_proj(out.reshape(x.shape[0], num_q * dim))
 

@@ -21,6 +21,7 @@ from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.protocols import KVView
 from packhorse.core.types import Span
 from packhorse.core.units import ceil_div
+from packhorse.kernels import dispatch
 from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
 from packhorse.quant.codec import Fp8Pages
 from packhorse.store import resume
@@ -184,7 +185,9 @@ class KVStore:
             exact=exact,
             device=torch.device(device),
         )
-        self._bound = {i: geometry.codec.bind(self._tier.pages(i)) for i in geometry.full_layers}
+        self._bound = {
+            i: dispatch.bind_pages(geometry.codec, self._tier.pages(i)) for i in geometry.full_layers
+        }
         self._pages = PageAllocator(num_pages)
         self.before_taking: Callable[[], None] | None = None
         self._tree = PrefixTree(page_len, secret, seed)

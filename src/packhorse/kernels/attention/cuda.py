@@ -32,7 +32,9 @@ _WARPS = 4
 _SPLIT_STEP = 16 * _WARPS
 MAX_CONTEXT = 1 << 20
 """Tokens of a sequence: a split has at most 176 pages."""
-_CODECS = {"fp16": 0, "bf16": 0, "fp8": 1, "k5v4": 2, "k4v4": 3}
+CODECS = {"fp16": 0, "bf16": 0, "fp8": 1, "k5v4": 2, "k4v4": 3}
+"""Layouts of pages by their numbers in kv.cuh."""
+HEAD_DIMS = (64, 128, 256)
 
 _BLOCKS = {256: (2, 3), 128: (3, 4), 64: (5, 6)}
 """Blocks of a multiprocessor, as many as registers allow without spills: by dims of a head, in 16 bits and in codes."""
@@ -81,9 +83,9 @@ class PagedAttention:
     def __post_init__(self) -> None:
         group = self.num_heads // self.num_kv_heads
         wrong = {
-            f"a KV codec {self.codec}": self.codec not in _CODECS,
+            f"a KV codec {self.codec}": self.codec not in CODECS,
             f"activations in {self.dtype}": self.dtype not in (torch.float16, torch.bfloat16),
-            f"heads of {self.head_dim} dims": self.head_dim not in (64, 128, 256),
+            f"heads of {self.head_dim} dims": self.head_dim not in HEAD_DIMS,
             f"{group} query heads a KV head": not 1 <= group <= MAX_GROUP
             or self.num_heads % self.num_kv_heads != 0,
             f"{self.max_tokens} query tokens": not 1 <= self.max_tokens <= MAX_QUERIES,
@@ -107,7 +109,7 @@ class PagedAttention:
         bf16 = self.dtype == torch.bfloat16
         math_bf16 = self.codec == "bf16"
         defines = (
-            ("CODEC", _CODECS[self.codec]),
+            ("CODEC", CODECS[self.codec]),
             ("HEAD_DIM", self.head_dim),
             ("MATH_BF16", int(math_bf16)),
             ("BF16", int(bf16)),
@@ -130,7 +132,7 @@ class PagedAttention:
 
     @property
     def _blocks(self) -> int:
-        return _BLOCKS[self.head_dim][_CODECS[self.codec] > 0]
+        return _BLOCKS[self.head_dim][CODECS[self.codec] > 0]
 
     def splits(self, device: torch.device) -> int:
         """Most splits of a query: as many as make blocks that fill a card's multiprocessors a whole number of times.
@@ -244,4 +246,4 @@ class PagedAttention:
         )
 
 
-assert set(_CODECS) | {"fp32"} == set(KV_FORMATS)
+assert set(CODECS) | {"fp32"} == set(KV_FORMATS)
