@@ -128,6 +128,31 @@ def test_more_memory_is_never_slower():
     assert compared > 400
 
 
+@pytest.mark.parametrize(("profile", "context"), [("h200", 8192), ("rtx-4090", 32_768)])
+def test_more_memory_with_the_chunks_that_the_engine_takes(profile, context):
+    """As the documentation has it: cold prompts alone are slower, where all experts come to lie on the card and chunks
+    are short."""
+    machine, footprint = read_profile(profile), FOOTPRINTS["qwen3.6-35b-a3b", "int4", 1]
+    job, before, falls = Job(context, 1, "fp8"), None, 0
+    for cap in range(6 * GIB, 24 * GIB, 64 * MIB):
+        grown = replace(machine, card=replace(machine.card, usable_bytes=cap))
+        found = place(footprint, grown, job)
+        if not found.fits:
+            assert before is None
+            continue
+        times = predict(footprint, grown, found)
+        if before is not None:
+            worse = slower(before[1], times)
+            assert all(text.startswith("cold") for text in worse), worse
+            if worse:
+                falls += 1
+                assert before[0].kept == 0 and found.kept == found.num_units
+                assert found.chunk_len < before[0].chunk_len
+                assert times.decode_tok_s_end > before[1].decode_tok_s_end
+        before = found, times
+    assert falls == 1
+
+
 def test_a_fitting_plan_stays_under_every_cap():
     rng, kinds = random.Random(2), set()
     for _ in range(2500):
