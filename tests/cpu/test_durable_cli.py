@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from chats import PLAIN, byte_tokenizer, shared_folder
+from packhorse.cli import asking
 from packhorse.cli import main as cli
 
 FIXED = ("--threads", "1", "--context", "2048", "--exact", "--max-tokens", "4")
@@ -60,6 +61,28 @@ def test_ask_again_reads_nothing_again(tmp_path, capsys, hut, family):
     shutil.rmtree(store)
     assert ask(store, hut, "Who is the warden of it?", family=family) == 0
     assert figures(capsys)[2] == other, "what was restored changes no answer"
+
+
+@pytest.mark.parametrize("when", ["_progress", "_text"])
+def test_what_ctrl_c_interrupts_is_kept(tmp_path, capsys, hut, monkeypatch, when):
+    """While the document is read, and in the answer: whole pages are kept, and that is said."""
+    store, answered = tmp_path / "s", getattr(asking.Display, when)
+
+    def pressed(self, *args):
+        answered(self, *args)
+        if when == "_text" or 256 <= args[0] < args[1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(asking.Display, when, pressed)
+    assert ask(store, hut, QUESTION, family="qwen3") == 130
+    told = r"Kept of what was read: whole pages, [\d.]+ [KM]iB\.\nInterrupted\.\n"
+    assert re.search(told, capsys.readouterr().err)
+    if when == "_text":
+        assert ask(store, hut, QUESTION, family="qwen3") == 130
+        assert "Kept of what was read: nothing new.\n" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert ask(store, hut, QUESTION, family="qwen3") == 0
+    assert figures(capsys)[1] > 900
 
 
 def test_a_chat_goes_on_from_the_store(tmp_path, capsys, hut, monkeypatch):

@@ -23,7 +23,7 @@ from packhorse.cli.common import (
     StoreOption,
     VramOption,
     check_file,
-    close_session,
+    closing,
     note,
     print_json,
     store_fields,
@@ -130,15 +130,17 @@ def command(
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
     asking.warn_of_no_draw(given, sampling, say)
     prompt = compose(documents, asked + CITE_REQUEST * cite)
-    with asking.Display(stream=not json) as display:
-        answer = session.answer(
-            messages_of(prompt, system),
-            label=", ".join(d.name for d in documents),
-            **display.callbacks,
-            **sampling,
-        )
-    asking.warn_of_cut(answer, session.window, say)
-    finish(session, documents if store is not None and system is None else [], say)
+    with closing(session, say):
+        with asking.Display(stream=not json) as display:
+            answer = session.answer(
+                messages_of(prompt, system),
+                label=", ".join(d.name for d in documents),
+                **display.callbacks,
+                **sampling,
+            )
+        asking.warn_of_cut(answer, session.window, say)
+        if store is not None and system is None and len(documents) == 1:
+            keep(session, documents[0], say)
     citations = say_quotes(answer.text, documents, say) if cite else {}
     if json:
         print_json(describe(model, session.facts.name, answer, documents, notes) | citations)
@@ -169,15 +171,13 @@ def say_quotes(answer: str, documents: Sequence[Document], say: Callable[[str], 
     return {"citations": [asdict(citation) for citation in citations]}
 
 
-def finish(session: Session, documents: Sequence[Document], say: Callable[[str], None]) -> None:
-    """Wait until what was read is kept, a single document by name too, as POST /v1/documents does; `say` gets what
-    went wrong with that."""
-    if len(documents) == 1:
-        kept = session.keep_document(documents[0])
-        session.flush()
-        if (error := kept.exception()) is not None:
-            say(f"Warning: {documents[0].name} is not kept as a document: {error}")
-    close_session(session, say)
+def keep(session: Session, document: Document, say: Callable[[str], None]) -> None:
+    """Wait until what was read is kept, a document by name too, as POST /v1/documents does; `say` gets what went
+    wrong with that."""
+    kept = session.keep_document(document)
+    session.flush()
+    if (error := kept.exception()) is not None:
+        say(f"Warning: {document.name} is not kept as a document: {error}")
 
 
 def read_question(text: str) -> str:

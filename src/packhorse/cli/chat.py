@@ -19,7 +19,7 @@ from packhorse.cli.common import (
     StoreOption,
     VramOption,
     as_typed,
-    close_session,
+    closing,
     note,
     print_json,
     store_fields,
@@ -92,7 +92,7 @@ def command(
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=False)
     asking.warn_of_no_draw(given, sampling, note)
     conversation = Conversation(session, sampling, system, documents, stream=not json)
-    try:
+    with closing(session, note):
         if sys.stdin.isatty():
             note("Ask away; /help lists commands.")
             run(conversation, typed_lines())
@@ -100,12 +100,6 @@ def command(
             for line in piped_lines():
                 if not conversation.take(line):
                     break
-    except CardLostError:
-        raise  # what is not kept yet lies there
-    except BaseException:
-        close_session(session, note)
-        raise
-    close_session(session, note)
     if json:
         print_json({"model": model, "name": session.facts.name, "turns": conversation.turns})
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.core.errors import PackhorseError, UsageError
-from packhorse.core.units import parse_bytes
+from packhorse.core.errors import CardLostError, PackhorseError, UsageError
+from packhorse.core.units import format_bytes, parse_bytes
 from packhorse.hub.resolve import Progress, resolve
 
 if TYPE_CHECKING:
@@ -104,6 +104,23 @@ def close_session(session: Session, say: Callable[[str], None]) -> None:
         say(f"Warning: of what is stored some could not be used and was read again ({reasons}).")
     if trouble:
         say(f"Warning: what was read may not be kept: {trouble}.")
+
+
+@contextmanager
+def closing(session: Session, say: Callable[[str], None]) -> Iterator[None]:
+    """However the block ends, `close_session` follows; after Ctrl-C `say` gets word of what was kept."""
+    lower = session.engine.store.lower
+    try:
+        yield
+    except CardLostError:
+        raise  # what is not kept yet lies there
+    except BaseException as error:
+        close_session(session, say)
+        if isinstance(error, KeyboardInterrupt) and lower is not None and lower.disk is not None:
+            size = lower.disk.counters["written_bytes"]
+            say(f"Kept of what was read: {f'whole pages, {format_bytes(size)}' if size else 'nothing new'}.")
+        raise
+    close_session(session, say)
 
 
 def note(text: str) -> None:
