@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,13 @@ from packhorse.core.errors import DoesNotFitError, RefusedError, UsageError, Wei
 from packhorse.core.formats import PACKED
 from packhorse.facts.packed import packed_matrices
 from packhorse.facts.read import read_model
+from packhorse.facts.recipes import recipe
 from packhorse.models import convert as module
 from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.convert import convert
 from packhorse.models.loader import load_model
+from packhorse.plan import account
+from packhorse.plan.place import Footprint
 from packhorse.quant.packed import Codes, values
 from packhorse.quant.rounding import nibbles, round_groups
 
@@ -99,6 +103,28 @@ def test_converted_model_runs_on_its_codes(source, tmp_path):
     assert 0.01 < oracle.rms_error(checkpoint.read(name), state[name].float()) < 0.12
 
 
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("qwen3_5_moe", WIDE | MOE), ("qwen3_5_moe", WIDE | MOE | {"shared_expert_intermediate_size": 128}),
+    ("qwen3_5", WIDE | {"tie_word_embeddings": True}), ("qwen3_5", WIDE | {"tie_word_embeddings": False}),
+    ("qwen3", WIDE | {"intermediate_size": 192}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["int4-rtn", "int8-rtn"])
+def test_the_plan_of_a_conversion_counts_what_it_writes(family, sizes, name, tmp_path):
+    """Of the files as they are and of nothing but their dimensions; embeddings, heads and odd matrices unpacked."""
+    folder = oracle.save(oracle.make_model(family, **sizes).bfloat16(), tmp_path / "m", fused=True)
+    facts = read_model(folder)
+    convert(facts, tmp_path / "out", name)
+    made = read_model(tmp_path / "out")
+    kinds = {matrix.kind for matrix in packed_matrices(made)}
+    assert kinds and not kinds & {"embeddings", "lm_head"}
+    for cards in (0, 1):
+        for dtype in ("bf16", "fp32"):
+            own = replace(recipe(name), dtype=dtype)
+            want = account.weight_bytes(made, dtype, packed=True, cpu=not cards)
+            assert sum(Footprint(facts, own, cards).classes.values()) == want
+            assert sum(Footprint(replace(facts, tensors={}), own, cards).classes.values()) == want
+
+
 class CutError(Exception):
     """Stands for whatever ends a process."""
 
@@ -131,8 +157,10 @@ def test_cut_and_resumed_gives_the_same_bytes(source, tmp_path, monkeypatch):
 
 def test_what_is_refused(source, tmp_path, monkeypatch):
     facts = read_model(source)
-    with pytest.raises(UsageError, match="recipe 'int3' is not known"):
-        convert(facts, tmp_path / "x", "int3")
+    for wrong, meant in (("int3", "int4-rtn or int8-rtn"), ("int4", "int4-rtn"), ("int8", "int8-rtn")):
+        with pytest.raises(UsageError, match=f"recipe '{wrong}' is not one") as caught:
+            convert(facts, tmp_path / "x", wrong)
+        assert caught.value.hint.startswith(f"Choose {meant}: ")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="is not empty"):

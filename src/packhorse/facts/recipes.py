@@ -1,7 +1,8 @@
 """Recipes: in which format each class of weights is kept. By class name (facts.weights), formats by name.
 
 A recipe called `Xbit` (`2.5bit`) stands for X bits a value and an fp16 scale for 128 values in every matrix:
-no format of ours, but enough to plan what such files would do.
+no format of ours, but enough to plan what such files would do. `int4-rtn` and `int8-rtn` are what `packhorse convert`
+writes.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from packhorse.facts.weights import ParamGroup, param_groups
 class Recipe:
     """dtype: of whatever is not packed, and what is computed in. formats: packed format by class; `rest`: of
     matrices of other classes, None to leave them in dtype. from_files: matrices that the files hold packed stay as
-    they are (plan.account)."""
+    they are (plan.account). converted: as `packhorse convert` does it, which packs whole groups alone, and no gates."""
 
     name: str
     dtype: str = "fp16"
     formats: Mapping[str, str] = field(default_factory=dict)
     rest: str | None = None
     from_files: bool = False
+    converted: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -40,7 +42,8 @@ class Recipe:
     def form(self, group: ParamGroup) -> PackedFormat | None:
         """The packed format of a group's matrices, None where they are in dtype or fp32."""
         name = self.formats.get(group.kind, self.rest)
-        if group.fp32 or group.num_cols == 0 or name is None:
+        kept = self.converted and (group.gates or group.num_cols % GROUP_LEN != 0)
+        if group.fp32 or group.num_cols == 0 or name is None or kept:
             return None
         if name in PACKED:
             return PACKED[name]
@@ -67,6 +70,10 @@ class _Bits(PackedFormat):
         return int(TILE_ROWS * TILE_COLS * self.value_bits / 8)
 
 
+CONVERTED, GROUP_LEN = {"int4-rtn": 4, "int8-rtn": 8}, 128
+"""Bits of what `packhorse convert` packs, by recipe, and columns of a group."""
+PRODUCTS = ("attention", "delta_net", "experts", "shared_expert", "mlp")
+"""What it packs; embeddings and output head stay as they are, since one matrix may be both."""
 _EIGHT = {"embeddings": "int8-g128"}
 _GROUPED = {f"int{bits}": Recipe(f"int{bits}", "fp16", _EIGHT, f"int{bits}-g128") for bits in (4, 5, 6, 8)}
 _FOUR = dict.fromkeys(("experts", "mlp", "mtp"), "int4-g128")
@@ -76,6 +83,10 @@ RECIPES: dict[str, Recipe] = {
     # Four bits where most of the bytes are, eight where errors add up: attention, delta net, shared expert, head.
     "balanced": Recipe("balanced", "fp16", _FOUR, "int8-g128"),
     "fp8": Recipe("fp8", "fp16", {}, "fp8-g128"),
+    **{
+        name: Recipe(name, formats=dict.fromkeys(PRODUCTS, f"int{bits}-g{GROUP_LEN}"), converted=True)
+        for name, bits in CONVERTED.items()
+    },
 }
 
 

@@ -45,13 +45,15 @@ _GGUF = (
 
 class ParamGroup(NamedTuple):
     """Weights of one class that are kept in one type. fp32: whatever the compute type is. num_cols: inputs of
-    each of `num_matrices` equal matrices, which may be packed; 0 for vectors and convolutions."""
+    each of `num_matrices` equal matrices, which may be packed; 0 for vectors and convolutions. gates: matrices of the
+    delta rule's gates, few rows whose errors reach far."""
 
     kind: str
     num_values: int
     fp32: bool = False
     num_cols: int = 0
     num_matrices: int = 1
+    gates: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -144,7 +146,8 @@ def _attention(facts: ModelFacts) -> Iterator[ParamGroup]:
 def _delta(facts: ModelFacts) -> Iterator[ParamGroup]:
     delta, H = facts.delta, facts.hidden_size
     assert delta is not None
-    yield _matrix("delta_net", delta.conv_dim + delta.value_dim + 2 * delta.num_v_heads, H)
+    yield _matrix("delta_net", delta.conv_dim + delta.value_dim, H)
+    yield _matrix("delta_net", 2 * delta.num_v_heads, H)._replace(gates=True)
     yield _matrix("delta_net", H, delta.value_dim)
     small = delta.conv_dim * delta.conv_kernel + 2 * delta.num_v_heads + delta.v_head_dim
     yield ParamGroup("delta_net", small, fp32=True)

@@ -20,30 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packhorse.core.errors import (
-    DoesNotFitError,
-    RefusedError,
-    UsageError,
-    WeightsError,
-)
+from packhorse.core.errors import DoesNotFitError, RefusedError, UsageError, WeightsError
 from packhorse.core.units import GIB, format_bytes
 from packhorse.facts.fields import read_object
 from packhorse.facts.model import ModelFacts, TensorFacts
+from packhorse.facts.recipes import CONVERTED, GROUP_LEN, PRODUCTS
 from packhorse.facts.safetensors_header import INDEX
 from packhorse.facts.weights import class_of
 from packhorse.models.raw import read_plain
 from packhorse.models.writer import TensorSpec, shard_bytes, shard_name, write_index, write_json, write_shard
 from packhorse.quant.rounding import nibbles, round_groups
 
-RECIPES = {"int4-rtn": 4, "int8-rtn": 8}
-"""Bits of what is packed, by recipe."""
-GROUP_LEN = 128
 SHARD_BYTES = 2 * GIB
 _SLICE_LEN = 1 << 18
 """Values rounded at a time: what is tried on them stays in cache."""
 STATE = "convert.json"
 """There while a conversion is under way: what it converts, and how."""
-_CLASSES = ("attention", "delta_net", "experts", "shared_expert", "mlp")
 # Small, and errors of theirs reach far: gates of experts and of the delta rule, convolutions.
 _KEPT = re.compile(r"\.(in_proj_a|in_proj_b|in_proj_ba|conv1d|shared_expert_gate|gate)\.weight$")
 _IGNORE = [
@@ -76,12 +68,16 @@ class Conversion:
 def plan_conversion(facts: ModelFacts, recipe: str) -> Conversion:
     """What becomes of a checkpoint folder. Raises UsageError for a recipe that is not known, RefusedError for a
     model that is packed already, or is no folder of safetensors."""
-    if recipe not in RECIPES:
-        raise UsageError(f"The recipe {recipe!r} is not known.", hint=f"Choose {', '.join(RECIPES)}.")
+    if recipe not in CONVERTED:
+        meant = f"{recipe}-rtn" if f"{recipe}-rtn" in CONVERTED else " or ".join(CONVERTED)
+        raise UsageError(
+            f"The recipe {recipe!r} is not one that is converted to.",
+            hint=f"Choose {meant}: products are packed, embeddings and output head stay as they are.",
+        )
     if facts.container != "safetensors" or facts.stored:
         what = "is packed already" if facts.stored or facts.container == "gguf" else "holds no weights"
         raise RefusedError(f"{facts.path} {what}.", hint="Give a folder with BF16 or FP16 safetensors files.")
-    draft = Conversion(facts, RECIPES[recipe], (), ())
+    draft = Conversion(facts, CONVERTED[recipe], (), ())
     shards: list[list[TensorFacts]] = [[]]
     size = 0
     for tensor in facts.tensors.values():
@@ -170,7 +166,7 @@ def _claim(conversion: Conversion, out: Path, recipe: str) -> None:
 def _is_matrix(tensor: TensorFacts, facts: ModelFacts) -> bool:
     """Whether a tensor is of what recipes pack."""
     matrix = len(tensor.shape) == 3 or (len(tensor.shape) == 2 and tensor.name.endswith(".weight"))
-    return matrix and class_of(tensor.name, facts) in _CLASSES and not _KEPT.search(tensor.name)
+    return matrix and class_of(tensor.name, facts) in PRODUCTS and not _KEPT.search(tensor.name)
 
 
 def _is_packed(tensor: TensorFacts, conversion: Conversion) -> bool:
