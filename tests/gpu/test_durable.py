@@ -69,6 +69,8 @@ def start(model: Model, kv: str, folder: Path | None = None, *, ram: int = 0, **
         disk._writer.execute("PRAGMA synchronous = OFF")
         number = disk.add_model(b"tiny", {"page_len": 64})
     engine.store.add_tiers(ram_bytes=ram, disk=disk, model=number, min_tokens=1)
+    # To read a tiny model's prompts anew may be as fast as to load them: here all are loaded.
+    engine.store.lower.note_compute = lambda tokens, seconds: None
     return engine
 
 

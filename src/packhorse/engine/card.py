@@ -23,7 +23,7 @@ LATER_BYTES = 56 * MIB
 SLACK_BYTES = 64 * MIB
 """What the allocator holds beyond what is asked of it, and small tensors that nobody counts."""
 _SMALL = 512 * 1024
-_PIECE = 8 * MIB
+_PIECE = 16 * MIB
 
 
 class CardMemory:
