@@ -138,6 +138,23 @@ def test_what_is_damaged_is_read_again_and_told(tmp_path, capsys, hut):
     assert "could not be used" not in captured and "reused 0," not in captured
 
 
+def test_damage_to_what_was_written_last_is_no_trouble(tmp_path, capsys, hut, monkeypatch):
+    """The row that replaces it gets its number: it is said to be damaged, once, and the document is kept."""
+    store = tmp_path / "s"
+    monkeypatch.setattr("packhorse.store.lower.EXTENT_BYTES", 1 << 18)
+    assert ask(store, hut, QUESTION, family="qwen3") == 0
+    with sqlite3.connect(store / "index.sqlite") as index:
+        [(name,)] = index.execute("SELECT file FROM records ORDER BY id DESC LIMIT 1")
+    [path] = store.rglob(f"{name}.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data[:-8] + bytes(b ^ 1 for b in data[-8:]))
+    capsys.readouterr()
+    for told in (["of what is stored some could not be used and was read again (checksum 1)."], []):
+        assert ask(store, hut, QUESTION, "--json", family="qwen3") == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert [n.removeprefix("Warning: ") for n in notes if n.startswith("Warning")] == told
+
+
 def changed(tmp_path: Path, what: str) -> Path:
     """The model with one thing about it changed."""
     folder = Path(shutil.copytree(shared_folder("qwen3_5", PLAIN), tmp_path / "model"))

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
+from threading import Event, Thread
 
 import psutil
 import pytest
@@ -299,6 +300,46 @@ def test_what_is_damaged_is_replaced_when_it_comes_again(tmp_path):
         check_found(store, n)
     check_consistent(store)
     assert store.counters["written_records"] == 9
+
+
+def test_what_is_read_again_after_damage_is_offered(tmp_path):
+    """The last row's number is the next one's too."""
+    store, model = numbers.open_store(tmp_path / "s")
+    assert store.write(model, [numbers.image(n) for n in range(3)])
+    store.mark_gone(record := numbers.find(store, 2))
+    assert numbers.find(store, 2) is None
+    store.drop(record)
+    assert store.write(model, [numbers.image(2)])
+    assert numbers.find(store, 2).id == record.id
+    check_found(store, 2)
+
+
+def test_a_reader_sees_what_was_written_while_another_reads(tmp_path):
+    """A record written, by whomever, while a thread is in the middle of a query."""
+    store, model = numbers.open_store(tmp_path / "s")
+    assert store.write(model, [numbers.image(n) for n in range(3)])
+    inside, go, found = Event(), Event(), []
+
+    def row_of(_, row):
+        if not inside.is_set():
+            inside.set()
+            go.wait(10)
+        return row
+
+    store._reader.row_factory = row_of
+    first = Thread(target=store.query, args=("SELECT file FROM records",))
+    first.start()
+    assert inside.wait(10)
+    other, _ = numbers.open_store(tmp_path / "s")
+    assert other.write(model, [numbers.image(7)])
+    second = Thread(target=lambda: found.append(numbers.find(store, 7)))
+    second.start()
+    second.join(0.2)  # it ends when it does not wait for the first
+    go.set()
+    first.join()
+    second.join()
+    assert found[0] is not None
+    other.close()
 
 
 def test_files_exchanged_with_their_checksums(tmp_path):

@@ -11,8 +11,8 @@ have the row's size and CRC-32, and be the record that was looked for.
 The checksum is zlib's CRC-32: damage is what it is for, not people, and its 3 GB/s on each reading thread keep up
 with a disk, so that no library beside Python's own is needed on a bare host.
 
-One connection reads, one writes. The writing half (`write`, `touch`, `drop`, ...) belongs to one thread at a time;
-readers are never blocked by it. Several processes may share a folder.
+One connection reads, for one thread at a time, and one writes. The writing half (`write`, `touch`, `drop`, ...) belongs
+to one thread; readers are never blocked by it. Several processes may share a folder.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from packhorse.core.errors import CorruptFileError, RefusedError, UsageError
@@ -177,8 +178,9 @@ class DurableStore:
         self.counters: Counter[str] = Counter()
         self.trouble = ""
         self.direct: bool | None = None
-        self._gone: set[int] = set()
+        self._gone: set[str] = set()  # files: numbers of rows come again
         self._lock = -1
+        self._reading = Lock()
         try:
             self._prepare_folder()
             self.secret = self._read_secret()
@@ -379,7 +381,7 @@ class DurableStore:
     def mark_gone(self, record: Record) -> None:
         """From now on a record is not offered any more. Of the reading half; `drop` follows."""
         assert isinstance(record, DiskRecord)
-        self._gone.add(record.id)
+        self._gone.add(record.file)
 
     def drop(self, record: Record) -> None:
         """Delete a record that could not be used."""
@@ -456,7 +458,7 @@ class DurableStore:
 
     def models(self) -> dict[int, dict[str, Any]]:
         """What is known of each model, by number."""
-        rows = self._reader.execute("SELECT id, identity, about FROM models").fetchall()
+        rows = self.query("SELECT id, identity, about FROM models")
         return {number: {"identity": identity.hex(), **json.loads(about)} for number, identity, about in rows}
 
     def prefixes(self, where: str = "1", values: Sequence[Any] = ()) -> list[Prefix]:
@@ -465,11 +467,13 @@ class DurableStore:
             "SELECT prefixes.id, model, root, key, tokens, label, created, used, hits, pinned, lifetime, documents.id"
             f" FROM prefixes {_JOINED} WHERE {where} ORDER BY used DESC, prefixes.id DESC"
         )
-        return [Prefix(*row) for row in self._reader.execute(query, values)]
+        return [Prefix(*row) for row in self.query(query, values)]
 
     def query(self, text: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Rows of the index, for reading."""
-        return self._reader.execute(text, values).fetchall()
+        """Rows of the index, for reading: as it is now. From any thread. While one reads, the connection would give
+        all others the index as it was when that began, without what has been written since."""
+        with self._reading:
+            return self._reader.execute(text, values).fetchall()
 
     def page_bytes(self, model: int) -> int:
         """Of a page's encoded tokens."""
@@ -665,8 +669,7 @@ class DurableStore:
     def _sum(self, what: str, where: str = "1", of: str = "records") -> int:
         """A sum over a table; 0 where the index cannot be read."""
         try:
-            query = f"SELECT total({what}) FROM {of} WHERE {where}"
-            return int(self._reader.execute(query).fetchone()[0])
+            return int(self.query(f"SELECT total({what}) FROM {of} WHERE {where}")[0][0])
         except (sqlite3.Error, ValueError) as error:
             self._complain(error)
             return 0
@@ -701,13 +704,13 @@ class DurableStore:
     def _select(self, where: str, values: Sequence[Any], *, gone: bool = False) -> list[DiskRecord]:
         """Records that a condition of SQL holds for; gone: those too that are not offered any more."""
         try:
-            rows = self._reader.execute(f"SELECT {_COLUMNS} FROM records WHERE {where}", values).fetchall()
+            rows = self.query(f"SELECT {_COLUMNS} FROM records WHERE {where}", values)
             found = [DiskRecord(Kind(row[0]), *row[1:]) for row in rows if tuple(map(type, row)) == _TYPES]
         except (sqlite3.Error, ValueError) as error:
             self._complain(error)
             return []
         found = [record for record in found if _NAME.fullmatch(record.file)]
-        return [record for record in found if gone or record.id not in self._gone]
+        return [record for record in found if gone or record.file not in self._gone]
 
     def _write(self, what: str, function: Any, *args: Any) -> Any:
         """Call a writing function; a failure of the system is counted and remembered, and None is returned."""
