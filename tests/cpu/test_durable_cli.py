@@ -1,7 +1,9 @@
 """packhorse ask --store, again in another engine; packhorse cache."""
 
+import errno
 import io
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -14,6 +16,8 @@ import pytest
 from chats import PLAIN, byte_tokenizer, shared_folder
 from packhorse.cli import asking
 from packhorse.cli import main as cli
+from packhorse.core.errors import RefusedError
+from packhorse.store.durable import DurableStore
 
 FIXED = ("--threads", "1", "--context", "2048", "--exact", "--max-tokens", "4")
 QUESTION = "How many mules?"
@@ -226,6 +230,22 @@ def test_cache(tmp_path, capsys, hut):
     assert list(json.loads(capsys.readouterr().out)["damaged"].values()) == ["size"]
     assert cache(capsys, "wipe", "--store", store) == {"deleted": str(store)}
     assert not store.exists()
+
+
+def test_what_cannot_be_deleted_is_refused(tmp_path, capsys, monkeypatch):
+    """As on a file system that cannot be written."""
+    DurableStore(tmp_path / "s", quota=1 << 30).close()
+    true_rmdir = os.rmdir
+
+    def refuse(path, *args, **options):
+        if path == "models":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        true_rmdir(path, *args, **options)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    assert cli.run(["cache", "wipe", "--store", str(tmp_path / "s")]) == RefusedError.exit_code
+    first, hint = capsys.readouterr().err.splitlines()
+    assert "models cannot be deleted: Read-only file system." in first and "may write" in hint
 
 
 @pytest.mark.parametrize(

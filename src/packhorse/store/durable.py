@@ -746,17 +746,19 @@ class DurableStore:
 
 
 def wipe(folder: Path) -> None:
-    """Delete a store and its secret. Raises RefusedError while a process uses it, UsageError for another folder."""
+    """Delete a store and its secret. Raises RefusedError while a process uses it and where it cannot be deleted,
+    UsageError for another folder."""
     if not (folder / "secret").is_file() or not (folder / "lock").is_file():
         raise UsageError(f"{folder} is no store.", hint="Give --store the folder of one.")
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
+        with (folder / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
     except BlockingIOError as error:
         raise RefusedError(f"A process uses the store {folder}.", hint="End it first.") from error
-    finally:
-        os.close(lock)
+    except OSError as error:
+        reason = f"{error.filename or folder} cannot be deleted: {error.strerror or error}."
+        raise RefusedError(reason, hint="Do it where you may write, as whose the folder is.") from error
 
 
 def _connection(path: Path) -> sqlite3.Connection:
