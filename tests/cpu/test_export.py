@@ -1,6 +1,8 @@
 """Exported and imported: the same answers from what another store has read, and nothing that was tampered with."""
 
+import errno
 import json
+import os
 from array import array
 from pathlib import Path
 from random import Random
@@ -11,7 +13,7 @@ from test_durable_cli import FIXED, QUESTION, ask, cache, figures, hut  # noqa: 
 import durable_files as numbers
 from chats import PLAIN, shared_folder
 from packhorse.cli import main as cli
-from packhorse.core.errors import DoesNotFitError, NotAuthenticError, RefusedError
+from packhorse.core.errors import DoesNotFitError, NotAuthenticError, PackhorseError, RefusedError
 from packhorse.store.durable import DurableStore
 from packhorse.store.export import export_prefix, import_prefix
 from packhorse.store.prefix import chain_value
@@ -81,7 +83,17 @@ def test_back_into_the_same_store(tmp_path, capsys, hut):  # noqa: F811
     assert (error["kind"], error["code"]) == ("not_authentic", 4)
 
 
-def test_what_is_not_authentic_or_fits_not_is_refused(tmp_path, capsys, hut, key_file):  # noqa: F811
+def read_only(*_, **__):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_what_is_not_authentic_or_fits_not_is_refused(
+    tmp_path,
+    capsys,
+    hut,  # noqa: F811
+    key_file,
+    monkeypatch,
+):
     store, file = tmp_path / "s", tmp_path / "x"
     ask(store, hut, QUESTION)
     capsys.readouterr()
@@ -89,13 +101,15 @@ def test_what_is_not_authentic_or_fits_not_is_refused(tmp_path, capsys, hut, key
     cache(capsys, "export", document["id"], file, "--key-file", key_file, "--store", store)
     wrong = tmp_path / "wrong"
     wrong.write_text("another passphrase of some length")
-    kinds = [
-        fails(capsys, "import", file, "--key-file", wrong, "--store", store)["kind"],
-        fails(capsys, "import", file, "--store", store)["kind"],
-        fails(capsys, "import", hut, "--store", store)["kind"],
-        fails(capsys, "import", tmp_path / "absent", "--store", store)["kind"],
+    errors = [
+        fails(capsys, "import", file, "--key-file", wrong, "--store", store),
+        fails(capsys, "import", file, "--store", store),
+        fails(capsys, "import", hut, "--store", store),
+        fails(capsys, "import", tmp_path / "absent", "--store", store),
+        fails(capsys, "import", tmp_path, "--store", store),
     ]
-    assert kinds == ["not_authentic", "not_authentic", "refused", "refused"]
+    assert [e["kind"] for e in errors] == ["not_authentic"] * 2 + ["refused"] * 3
+    assert all(error["hint"] for error in errors)
     (tmp_path / "short").write_text("short")
     for words, args in (
         ("16 are the least", ["import", file, "--key-file", tmp_path / "short"]),
@@ -110,8 +124,18 @@ def test_what_is_not_authentic_or_fits_not_is_refused(tmp_path, capsys, hut, key
     capsys.readouterr()
     error = fails(capsys, "import", file, "--key-file", key_file, "--store", other)
     assert error["kind"] == "refused" and "knows none of that identity" in error["reason"]
-    target = fails(capsys, "export", document["id"], tmp_path / "no" / "x", "--store", store)
-    assert target["code"] == 1 and "cannot be written" in target["reason"]
+    for words, target in (("does not exist", tmp_path / "no" / "x"), ("is a folder", tmp_path)):
+        error = fails(capsys, "export", document["id"], target, "--store", store)
+        assert error["code"] == 2 and words in error["reason"] and error["hint"]
+    opened = DurableStore(store, quota=1 << 30)
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    [prefix] = [p for p in opened.prefixes() if p.document]
+    with pytest.raises(PackhorseError, match="cannot be written: Read-only file system") as caught:
+        export_prefix(opened, prefix, tmp_path / "y", None)
+    assert caught.value.hint
+    monkeypatch.undo()
+    opened.close()
     for path in (store / "models").glob("*/*"):
         path.write_bytes(b"x")
     error = fails(capsys, "export", document["id"], file, "--store", store)

@@ -16,6 +16,7 @@ from packhorse.cli.common import (
     CacheOption,
     JsonOption,
     OfflineOption,
+    check_file,
     find_model,
     note,
     print_json,
@@ -134,6 +135,7 @@ def command(
                 found = import_prefix(opened, Path(given[0]), passphrase)
             elif action is Action.EXPORT:
                 prefix = find_prefix(opened, given[0])
+                check_file(Path(given[1]))
                 size = export_prefix(opened, prefix, Path(given[1]), passphrase)
                 found = {**describe(opened, prefix), "file": given[1], "file_bytes": size}
             else:

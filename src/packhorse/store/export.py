@@ -13,18 +13,14 @@ import hmac
 import json
 import os
 from base64 import b64decode, b64encode
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b, scrypt
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from packhorse.core.errors import (
-    CorruptFileError,
-    NotAuthenticError,
-    PackhorseError,
-    RefusedError,
-)
+from packhorse.core.errors import CorruptFileError, NotAuthenticError, PackhorseError, RefusedError
 from packhorse.core.units import MIB
 from packhorse.store.documents import NewDocument, add_document, find_document, no_room, owner_of, root_of
 from packhorse.store.durable import DurableStore, Prefix
@@ -45,6 +41,7 @@ BATCH_BYTES = 32 * MIB
 """Written in one transaction."""
 _SALT, _MAC, _LENGTH = 16, 32, 8
 _TAIL = _SALT + _MAC + _LENGTH
+_WANTED = "Give a file that `cache export` has written."
 
 
 class _Chain:
@@ -111,14 +108,18 @@ def export_prefix(disk: DurableStore, prefix: Prefix, path: Path, passphrase: by
         part.replace(path)
         return path.stat().st_size
     except OSError as error:
-        raise PackhorseError(f"{path} cannot be written: {error.strerror or error}.") from error
+        reason = f"{path} cannot be written: {error.strerror or error}."
+        raise PackhorseError(
+            reason, hint="Give a file on a disk that has room and may be written."
+        ) from error
     except UnreadableError as error:
         raise CorruptFileError(
             f"A file of {prefix.label or 'this prefix'} is damaged: {error.reason}.",
             hint="`packhorse cache verify` names it; its text has to be read again.",
         ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # nothing that went wrong before is hidden
+            part.unlink()
 
 
 def import_prefix(disk: DurableStore, path: Path, passphrase: bytes | None) -> dict[str, Any]:
@@ -133,16 +134,14 @@ def import_prefix(disk: DurableStore, path: Path, passphrase: bytes | None) -> d
             contents = _contents(disk, path, stream, passphrase)
             return _take(disk, path, stream, contents, same_store=passphrase is None)
     except OSError as error:
-        raise RefusedError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise RefusedError(f"{path} cannot be read: {error.strerror or error}.", hint=_WANTED) from error
 
 
 def _contents(disk: DurableStore, path: Path, stream: BinaryIO, passphrase: bytes | None) -> dict[str, Any]:
     """What the file says of itself, authenticated."""
     size = os.fstat(stream.fileno()).st_size
     if size < len(MAGIC) + _TAIL or stream.read(len(MAGIC)) != MAGIC:
-        raise RefusedError(
-            f"{path} is no export of a store.", hint="Give a file that `cache export` has written."
-        )
+        raise RefusedError(f"{path} is no export of a store.", hint=_WANTED)
     stream.seek(size - _TAIL)
     tail = stream.read(_TAIL)
     salt, mac, length = tail[:_SALT], tail[_SALT:-_LENGTH], int.from_bytes(tail[-_LENGTH:])
@@ -213,7 +212,8 @@ def _image(path: Path, stream: BinaryIO, entry: dict[str, Any]) -> Image:
 
 def _write(disk: DurableStore, model: int, batch: list[Image]) -> None:
     if batch and not disk.write(model, batch):
-        raise PackhorseError(f"The store could not keep what was imported: {disk.trouble}.")
+        reason = f"The store could not keep what was imported: {disk.trouble}."
+        raise PackhorseError(reason, hint="Import it again when that is mended.")
 
 
 def _key(disk: DurableStore, passphrase: bytes | None, salt: bytes) -> bytes:
