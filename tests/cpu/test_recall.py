@@ -449,7 +449,21 @@ def test_command_compares_features_and_climbs(capfd):
         ("reuse", 1, 1),
     ]
     assert all(row["active"] > 0 for row in rows)
-    assert main.run(["verify", *grid, "--compare", "chunk_len=1024", *model]) == 2
+    for same in (
+        "dtype=fp32",
+        "device=cpu",
+        "exact=false",
+        "page_len=64",
+        "chunk_len=1024",
+        "kv=fp8,page_len=64",
+    ):
+        assert main.run(["verify", *grid, "--compare", same, *model]) == 2
+        setting, value = same.split(",")[-1].split("=")
+        said = f"--compare {same} would change nothing: without it {setting} is {value} too"
+        assert said in capfd.readouterr().err
+    assert main.run(["verify", *grid, "--compare", "kv=bf16", "--kv", "bf16", *model]) == 2
+    assert "without it kv is bf16 too" in capfd.readouterr().err
+    assert main.run(["verify", *grid, "--compare", "chunk_len=2048", *model]) == 2
     assert "was not at work in any of 1 sample" in capfd.readouterr().err
     assert main.run(["verify", "ladder", "--context", "1536", *model]) == 0
     title, row = capfd.readouterr().out.splitlines()

@@ -111,7 +111,7 @@ def command(
     offline: OfflineOption = False,
 ) -> None:
     """What is wrong with options is said before the model is loaded."""
-    from packhorse.verify.compare import Feature, parse_changes  # imports torch
+    from packhorse.verify.compare import Feature, check_differs, parse_changes  # imports torch
     from packhorse.verify.recall import ANSWER_ROOM, Asker
 
     grid = make_grid(tasks, lengths, depths, n, languages, density, seed)
@@ -149,6 +149,8 @@ def command(
     if what is What.LADDER:
         run_ladder(asker, json)
         return
+    for name in changes:
+        check_differs(name, changes[name], asker)
     features = [Feature(name, changes[name], open_asker(configs[name])) for name in configs]
     run_recall(asker, grid, haystack, report, html, against, features, json)
 

@@ -72,16 +72,8 @@ class ServerConfig:
             raise UsageError(f"The port is {self.port}.", hint="Give one from 0 to 65535.")
         if self.queue < 0:
             raise UsageError(f"queue is {self.queue}.", hint="Give 0 or more.")
-        positive = (
-            "body_limit",
-            "document_limit",
-            "body_timeout",
-            "header_timeout",
-            "keep_alive",
-            "stall",
-            "grace",
-        )
-        for name in positive:
+        limits = ("body_limit", "document_limit", "body_timeout", "header_timeout")
+        for name in (*limits, "keep_alive", "stall", "grace"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} is {getattr(self, name)}.", hint="Give a number above 0.")
         if self.host not in LOOPBACK and self.api_key_file is None:

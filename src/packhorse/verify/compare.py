@@ -63,6 +63,31 @@ def parse_changes(text: str) -> dict[str, Any]:
     return changes
 
 
+def settings_in_use(asker: Asker) -> dict[str, Any]:
+    """What an asker's engine has for each of COMPARED, whatever `auto` or nothing came to."""
+    engine = asker.session.engine
+    model, store = engine.runner.model, engine.store
+    return {
+        "kv": store.geometry.codec.name,
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype is model.dtype),
+        "device": str(model.device),
+        "exact": model.exact,
+        "chunk_len": engine.scheduler.chunk_len,
+        "page_len": store.page_len,
+    }
+
+
+def check_differs(name: str, changes: Mapping[str, Any], reference: Asker) -> None:
+    """Raises UsageError where one of a feature's changes is what the reference's engine has without it."""
+    found = settings_in_use(reference)
+    for setting, value in changes.items():
+        if found[setting] == value:
+            raise UsageError(
+                f"--compare {name} would change nothing: without it {setting} is {str(value).lower()} too.",
+                hint=f"Compare with another {setting}, or give the run another one by its own option.",
+            )
+
+
 @dataclass
 class Feature:
     """One way to run the model. changes: as `parse_changes` gives them; the asker's engine has them.
@@ -95,19 +120,11 @@ class Feature:
         computed or holds with every one of the settings."""
         if self.name == REUSE:
             return int(record["reused_tokens"])
-        engine, changes = self.asker.session.engine, self.changes
-        model, store = engine.runner.model, engine.store
         tokens = record["read_tokens"] - record["reused_tokens"] + record["generated_tokens"]
-        pages = store.stats.pages_cached
-        counts = {
-            "kv": pages * (store.geometry.codec.name == changes.get("kv")),
-            "dtype": tokens * (DTYPES.get(changes.get("dtype", "")) is model.dtype),
-            "device": tokens * (str(model.device) == changes.get("device")),
-            "exact": tokens * (model.exact is changes.get("exact")),
-            "chunk_len": record["read_steps"] - 1,
-            "page_len": pages * (store.page_len == changes.get("page_len")),
-        }
-        return min(counts[name] for name in changes)
+        pages, steps = self.asker.session.engine.store.stats.pages_cached, record["read_steps"] - 1
+        counts = {"kv": pages, "dtype": tokens, "device": tokens, "exact": tokens, "page_len": pages}
+        found = settings_in_use(self.asker)
+        return min(counts.get(name, steps) * (found[name] == value) for name, value in self.changes.items())
 
     def row(self, reference: Sequence[Record]) -> dict[str, Any]:
         """The figures against the reference's records. Raises UsageError where the feature never was at work."""

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,10 @@ class Grid:
 
     def trials(self) -> Iterator[dict[str, Any]]:
         """Settings of each sample, short prompts first."""
-        for length in sorted(self.lengths):
-            for task in self.tasks:
-                for language in self.languages:
-                    for depth in self.depths:
-                        for index in range(self.n):
-                            yield {
-                                "task": task,
-                                "language": language,
-                                "length": length,
-                                "depth": depth,
-                                "seed": self.seed + index,
-                            }
+        seeds = range(self.seed, self.seed + self.n)
+        cells = product(sorted(self.lengths), self.tasks, self.languages, self.depths, seeds)
+        for length, task, language, depth, seed in cells:
+            yield {"task": task, "language": language, "length": length, "depth": depth, "seed": seed}
 
     @property
     def num_trials(self) -> int:
