@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -172,6 +173,45 @@ def test_a_plan_for_a_card_is_settings_of_the_engine(save, tmp_path, monkeypatch
         check_planned(document, read_model(tmp_path / "other"))
     converted = solve(files, read_profile("rtx-3090"), Wishes(context=2048, recipe="int8"))
     assert "the recipe int8 of these files" in converted.unbuilt[0]
+
+
+DENSE = Path(__file__).parents[2] / "assets" / "recall-dense"
+
+
+def test_files_are_planned_as_they_are_where_these_run():
+    """Else as `packhorse convert` packs them, and how is said."""
+    dense, card = read_model(DENSE), read_profile("rtx-3060-12g")
+    plan = solve(dense, card, Wishes())
+    assert plan.recipe.name == "bf16" and plan.executable and not plan.alternatives
+    # As large as 32B: 65 GB as they are, 18 GB with the products in four bits.
+    large = replace(known_model("qwen3-32b"), tensors=dense.tensors, container="safetensors", path=DENSE)
+    command = f"`packhorse convert {DENSE} OUT --recipe int4-rtn`"
+    for facts, machine, wishes in (
+        (dense, card, Wishes(prefer="context")),
+        (large, read_profile("rtx-3090"), Wishes()),
+        (large, read_profile("rtx-3090"), Wishes(recipe="int4-rtn", context=8192)),
+        (large, replace(card, card=None, ram_bytes=40 * GIB, native_bf16=True), Wishes()),
+    ):
+        plan = solve(facts, machine, wishes)
+        assert plan.recipe.name == "int4-rtn" and plan.executable
+        assert any(command in text for text in plan.warnings)
+    assert solve(large, read_profile("a40"), Wishes(prefer="quality", context=8192)).recipe.name == "int8-rtn"
+    named = solve(known_model("qwen3-32b"), read_profile("rtx-3090"), Wishes(recipe="int4-rtn", context=8192))
+    assert named.executable and not any("convert" in text for text in named.warnings)
+
+
+def test_a_plan_for_a_conversion_is_for_what_it_writes(save, tmp_path):
+    card = ("--profile", "rtx-3060-12g", "--context", "2048", "--recipe")
+    file = save(str(DENSE), *card, "int4")
+    with pytest.raises(UsageError, match=r"the recipe int4 of these files .*makes int4-rtn") as caught:
+        read_saved(file)
+    assert "Plan again with --recipe bf16" in caught.value.hint
+    document = read_saved(save(str(DENSE), *card, "int4-rtn"))
+    with pytest.raises(UsageError, match="weight_bytes") as caught:
+        check_planned(document, read_model(DENSE))
+    assert "in the plan's recipe, int4-rtn" in caught.value.hint
+    assert cli.run(["convert", str(DENSE), str(tmp_path / "out"), "--recipe", "int4-rtn"]) == 0
+    check_planned(document, read_model(tmp_path / "out"))
 
 
 def test_a_plan_for_another_model_and_options_beside_it(save):

@@ -111,14 +111,30 @@ def read_saved(file: Path) -> dict[str, Any]:
         short = sum(document["shortfall_bytes"].values())
         raise DoesNotFitError(
             f"The plan {file} does not fit: {format_bytes(short)} are missing, or its context is out of reach.",
-            asked=asked, available=asked - short, unit="bytes", hint="Its `alternatives` do.",
+            asked=asked, available=asked - short, unit="bytes", hint=_way_out(document),
         )  # fmt: skip
     if document["engine"] is None:
         raise UsageError(
             f"The engine cannot run the plan {file} yet: {'; '.join(document['not_executable'])}.",
-            hint="Plan for one card or none, with a recipe and a context that it runs.",
+            hint=_way_out(document),
         )
     return document
+
+
+def _way_out(document: Mapping[str, Any]) -> str:
+    """What to plan with instead of a saved plan."""
+    ways = [offer["change"] for offer in document["alternatives"] if offer["executable"]]
+    if not ways:
+        return "Plan for one card or none, with a recipe and a context that it runs."
+    return f"Plan again with {_options(ways[0])}, which it runs."
+
+
+def _options(change: Mapping[str, Any]) -> str:
+    """What an offer changes, as it is asked for."""
+    return " ".join(
+        f"--{key.replace('_', '-')} {format_bytes(value).replace(' ', '') if key in ('ram', 'disk') else value}"
+        for key, value in change.items()
+    ).replace("--model ", "")
 
 
 def check_planned(document: Mapping[str, Any], facts: ModelFacts) -> None:
@@ -131,7 +147,7 @@ def check_planned(document: Mapping[str, Any], facts: ModelFacts) -> None:
         if planned.get(name) != value:
             raise UsageError(
                 f"The plan is for {planned.get('name')} with {name} {planned.get(name)}; {facts.name} has {value}.",
-                hint="Plan for this model.",
+                hint=f"Plan for this model, or serve files in the plan's recipe, {document['recipe']}.",
             )
 
 
@@ -245,10 +261,7 @@ def _short(value: float | None) -> str:
 
 
 def _offer_line(offer: Alternative) -> str:
-    change = " ".join(
-        f"--{key.replace('_', '-')} {format_bytes(value).replace(' ', '') if key in ('ram', 'disk') else value}"
-        for key, value in offer.change.items()
-    ).replace("--model ", "")
+    change = _options(offer.change)
     speed, cold = offer.times.decode_tok_s_end, offer.times.cold_first_token_s
     built = "" if offer.built else ", modelled"
     return f"fits instead: {change} ({offer.why}): {_short(speed)} tok/s, first token {_short(cold)} s cold{built}"

@@ -16,7 +16,7 @@ from packhorse.facts.known import known_model
 from packhorse.facts.machine import Machine, with_caps
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.packed import packed_matrices
-from packhorse.facts.recipes import CHOICES, Recipe, recipe
+from packhorse.facts.recipes import CHOICES, CONVERTED, Recipe, recipe
 from packhorse.facts.steps import MAX_SEQUENCES, step_misfit
 from packhorse.plan.place import Footprint, Job, Placement, place
 from packhorse.plan.predict import EXPECTED, HIGH, LOW, Times, predict
@@ -42,7 +42,7 @@ OTHER_MODELS = ("qwen3.6-35b-a3b", "qwen3.5-9b", "qwen3.5-4b", "qwen3.5-0.8b")
 CENT = GIB // 100
 OFFERS = {
     "context": "a shorter context", "sequences": "fewer requests at a time", "kv": "a lower KV codec",
-    "recipe": "a smaller recipe", "host_kv": "a part of the KV in host memory", "vram": "all that the card has",
+    "recipe": "another recipe", "host_kv": "a part of the KV in host memory", "vram": "all that the card has",
     "ram": "more host memory", "disk": "more disk", "model": "another model",
 }  # fmt: skip
 """What may be changed to make a wish fit, by option."""
@@ -145,12 +145,8 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     formats.check_kv_heads(kv, facts.head_dim)
     footprint = Footprint(facts, own, machine.num_cards)
     job = Job(wishes.context or facts.context, wishes.sequences, kv, wishes.draft, wishes.host_kv)
-    if machine.card is None and wishes.recipe is None:
-        # As the engine decides: unpacked products are faster on a CPU, where they fit.
-        small = "packed" if packed_matrices(facts) else PREFERENCES[wishes.prefer][1]
-        least = replace(job, context=wishes.context or 1)
-        if wishes.prefer == "context" or not place(footprint, capped, least).fits:
-            footprint = replace(footprint, recipe=_recipe(facts, machine, replace(wishes, recipe=small)))
+    if wishes.recipe is None and not own.is_packed:
+        footprint = _unpacked_or_packed(footprint, capped, wishes, job)
     limit = longest(footprint, capped, job, min(reach(facts), max(facts.context, job.context)))
     comfortable = _comfortable(footprint, capped, job, limit)
     if wishes.context is None and limit:
@@ -164,20 +160,44 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
         unbuilt=_unbuilt(footprint, capped, placement), footprint=footprint,
     )  # fmt: skip
     offers = tuple(_Offers(plan, machine, wishes)) if plan.crawls or plan.unbuilt else ()
-    return replace(plan, alternatives=offers, warnings=tuple(_warnings(plan, machine, wishes)))
+    plan = replace(plan, alternatives=offers)
+    return replace(plan, warnings=tuple(_warnings(plan, machine, wishes)))
 
 
 def _recipe(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Recipe:
-    """What was asked for; else on a card what the files hold packed, or what is preferred, and on a CPU no packing."""
+    """What was asked for; else on a card what the files hold packed, of a name what is preferred; and no packing."""
     name = wishes.recipe
     if name is None:
-        name = _dtype(machine) if machine.card is None else PREFERENCES[wishes.prefer][1]
+        name = _dtype(machine) if machine.card is None or facts.tensors else PREFERENCES[wishes.prefer][1]
         name = "packed" if machine.card is not None and packed_matrices(facts) else name
     if name != "packed":
         return _named(name, machine)
     if not packed_matrices(facts):
         raise UsageError(f"{facts.name} holds no packed weights.", hint=CHOICES)
     return Recipe("packed", _dtype(machine), from_files=True)
+
+
+def _unpacked_or_packed(footprint: Footprint, machine: Machine, wishes: Wishes, job: Job) -> Footprint:
+    """Weights as they are, where these run, else packed: by the files, by a conversion of them or as is preferred."""
+    small = "packed" if packed_matrices(footprint.facts) else PREFERENCES[wishes.prefer][1]
+    if _convertible(footprint.facts):
+        small = "int8-rtn" if small == "balanced" else "int4-rtn"
+    packed = replace(footprint, recipe=_recipe(footprint.facts, machine, replace(wishes, recipe=small)))
+    found = [packed] if wishes.prefer == "context" else [footprint, packed]
+    least = replace(job, context=wishes.context or min(SHORT, footprint.facts.context))
+    fitting = [one for one in found if place(one, machine, least).fits]
+    return next((one for one in fitting if _runs(one, machine, least)), fitting[0] if fitting else packed)
+
+
+def _convertible(facts: ModelFacts) -> bool:
+    """Whether `packhorse convert` takes the model's files."""
+    return bool(facts.tensors) and facts.container == "safetensors" and not facts.stored
+
+
+def _runs(footprint: Footprint, machine: Machine, job: Job) -> bool:
+    """Whether the job fits and the engine runs it."""
+    placement = place(footprint, machine, job)
+    return placement.fits and not _unbuilt(footprint, machine, placement)
 
 
 def _named(name: str, machine: Machine) -> Recipe:
@@ -231,9 +251,10 @@ class _Offers:
         self._plan, self._machine, self._wishes = plan, machine, wishes
         self._footprints: dict[tuple[str | None, str], Footprint] = {}
         job, name, host = plan.placement.job, plan.recipe.name, plan.placement.tiers["host"]
+        chain = (_dtype(machine), "int8-rtn", "int4-rtn") if _convertible(plan.facts) else RECIPES
         lower = CODECS[CODECS.index(job.kv) + 1 :] if job.kv in CODECS else CODECS[1:]
         self._codecs = [codec for codec in lower if _suits(codec, plan.facts)]
-        self._recipes = RECIPES[RECIPES.index(name) + 1 if name in RECIPES else 0 :]
+        self._recipes = chain[chain.index(name) + 1 if name in chain else 0 :]
         self._sequences = [job.sequences >> n for n in range(1, job.sequences.bit_length())]
         # An offer is asked for in hundredths of a GiB, and no process gets more than there is.
         most = with_caps(machine, vram=None, ram=None, disk=None).ram_bytes // CENT * CENT
@@ -368,9 +389,9 @@ def _unbuilt(footprint: Footprint, machine: Machine, placement: Placement) -> tu
     if not footprint.recipe.has_formats:
         found.append(f"the recipe {footprint.recipe.name}, for which there is no format")
     elif footprint.recipe.is_packed and not footprint.recipe.from_files and facts.tensors:
-        found.append(
-            f"the recipe {footprint.recipe.name} of these files (plan for what `packhorse convert` writes)"
-        )
+        how = f" (`packhorse convert` makes {' or '.join(CONVERTED)})" if _convertible(facts) else ""
+        if not (how and footprint.recipe.converted):
+            found.append(f"the recipe {footprint.recipe.name} of these files{how}")
     if placement.kept < placement.num_units and (facts.moe is None or not footprint.recipe.is_packed):
         found.append(f"{footprint.mover} in {footprint.recipe.name} outside the card")
     elif placement.kept < placement.num_units and placement.in_host < placement.num_units:
@@ -395,6 +416,9 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
         yield f"Times on {machine.name} were never measured: they are computed from rates, and ranges are printed."
     if machine.free:
         yield "Planned without a card: name a machine with --profile, or let `doctor --save-profile` look at this one."
+    for name in CONVERTED if _convertible(facts) else ():
+        if name in (plan.recipe.name, *(offer.change.get("recipe") for offer in plan.alternatives)):
+            yield f"These files are not {name}: `packhorse convert {facts.path} OUT --recipe {name}` makes it."
     if facts.context < job.context <= reach(facts):
         stretch = job.context / facts.context
         yield f"The context is {stretch:.2g} times the model's window: YaRN reaches it and costs at short range."
