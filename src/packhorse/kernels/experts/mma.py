@@ -20,7 +20,7 @@ from packhorse.quant.packed import PackedTensor
 
 TILE_TOKENS = (16, 64)
 """Tokens of an expert that are multiplied at once: where an expert has few, and where it has many."""
-_MANY = 24
+_MANY = 48
 """Tokens of an expert on average from which on tiles are of the second kind: each tile decodes its weights anew."""
 _WARPS = 4
 _STAGE_PITCH = 2 * 128 + 16
