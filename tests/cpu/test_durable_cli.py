@@ -204,6 +204,7 @@ def test_cache(tmp_path, capsys, hut):
     assert [p["label"] for p in found["prefixes"]] == ["inn.txt", "hut.txt", "hut.txt"]
     assert all(p["tokens"] == p["stored_tokens"] > 900 for p in found["prefixes"])
     inn, last, first = (p["id"] for p in found["prefixes"])
+    document = found["documents"][0]
     assert "nine mules" in cache(capsys, "show", first, "--store", store)["text"]
     assert cache(capsys, "verify", "--store", store)["damaged"] == {}
     assert cache(capsys, "pin", last, "--store", store)["pinned"] is True
@@ -218,7 +219,13 @@ def test_cache(tmp_path, capsys, hut):
     assert parted["asked_text"].startswith("barn") and parted["stored_text"].startswith("hut")
     assert cli.run(["cache", "ls", "--store", str(store)]) == 0
     assert inn in capsys.readouterr().out
-    cache(capsys, "rm", last, "--store", store)
+    assert cli.run(["cache", "rm", last, "--store", str(store)]) == RefusedError.exit_code
+    assert f"is pinned.\nFirst: packhorse cache unpin {last} --store" in capsys.readouterr().err
+    for little in (last[:3], "doc", "doc-" + document["id"][4:7]):
+        assert cli.run(["cache", "rm", little, "--store", str(store)]) == 2
+        assert "is too little of an id" in capsys.readouterr().err
+    cache(capsys, "unpin", last, "--store", store)
+    cache(capsys, "rm", last[:4], "--store", store)
     index = sqlite3.connect(store / "index.sqlite")
     [(pinned, left)] = index.execute("SELECT total(pinned), count(*) FROM records")
     assert pinned == 0 < left, "the document needs some of it, and is not pinned"
@@ -293,6 +300,7 @@ def test_ask_keeps_its_document(tmp_path, capsys, hut):
     assert ask(store, hut, "Who is the warden of it?") == 0
     assert figures(capsys)[1] > 900
     assert cache(capsys, "show", document["id"], "--store", store)["pinned"] is True, "a question is no unpin"
+    cache(capsys, "unpin", document["id"], "--store", store)
     assert cache(capsys, "rm", document["id"], "--store", store)["freed_bytes"] > 0
     assert cache(capsys, "ls", "--store", store)["documents"] == []
     assert ask(store, hut, QUESTION) == 0

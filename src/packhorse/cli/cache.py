@@ -21,7 +21,7 @@ from packhorse.cli.common import (
     note,
     print_json,
 )
-from packhorse.core.errors import CorruptFileError, PackhorseError, UsageError
+from packhorse.core.errors import CorruptFileError, PackhorseError, RefusedError, UsageError
 from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
 from packhorse.store.documents import find_document, root_of
@@ -34,6 +34,8 @@ from packhorse.text.volatile import find_volatile, volatile_kind
 
 SHOWN_CHARS = 240
 """Of a text that is shown."""
+MIN_ID = 4
+"""Of an id's characters, beside the doc- of documents."""
 MIN_PASSPHRASE = 16
 """Bytes."""
 
@@ -173,6 +175,9 @@ def act(store: DurableStore, action: Action, given: list[str]) -> dict[str, Any]
             text = {"pages": [list(page) for page in document.pages], "text": shortened(document.text)}
         return {**described, **store.models()[prefix.model], **text}
     if action is Action.RM:
+        if prefix.pinned:
+            hint = f"packhorse cache unpin {described['id']} --store {store.folder}"
+            raise RefusedError(f"{described['id']} ({prefix.label}) is pinned.", hint=f"First: {hint}")
         return {**described, "freed_bytes": store.remove(prefix)}
     store.set_pinned(prefix, action is Action.PIN)
     return {**described, "pinned": action is Action.PIN}
@@ -195,7 +200,11 @@ def read_passphrase(path: Path) -> bytes:
 
 
 def find_prefix(store: DurableStore, name: str) -> Prefix:
-    """The prefix of an id that `ls` shows, or of its beginning. Raises UsageError where none or several are."""
+    """The prefix of an id that `ls` shows, or of its beginning. Raises UsageError where none or several are, or where
+    so little of it was given that it may as well have been meant for something else."""
+    if len(name.removeprefix("doc-")) < MIN_ID:
+        hint = f"Give {MIN_ID} characters of it at least, beside doc-: `packhorse cache ls` shows ids."
+        raise UsageError(f"{name!r} is too little of an id.", hint=hint)
     found = [p for p in store.prefixes() if (p.document or p.key.hex()).startswith(name)]
     if len(found) != 1:
         raise UsageError(
