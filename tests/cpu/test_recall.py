@@ -417,7 +417,8 @@ def test_html_opens_in_a_browser(tmp_path):
 def test_rungs_end_at_the_window():
     assert rungs(5000) == (1024, 2048, 4096, 4488)
     assert rungs(1536) == (1024,)
-    assert rungs(300) == ()
+    with pytest.raises(UsageError, match="window has 512 tokens, and an answer may need 512"):
+        rungs(512)
     rows = climb(asker("recall-dense"), (300,))
     assert rows[0]["right"]
     assert rows[0]["peak_bytes"] > 50_000_000
@@ -467,6 +468,9 @@ def test_command_compares_features_and_climbs(capfd):
     assert "was not at work in any of 1 sample" in capfd.readouterr().err
     assert main.run(["verify", "ladder", "--context", "1536", *model]) == 0
     title, row = capfd.readouterr().out.splitlines()
+    assert main.run(["verify", "ladder", "--context", "500", *model]) == 2
+    printed = capfd.readouterr()
+    assert not printed.out and "window has 500 tokens" in printed.err
     assert title.split()[0] == "tokens" and row.split()[0] == "1,024" and row.endswith("found")
 
 
@@ -482,5 +486,13 @@ def test_command_refuses_before_it_loads(capfd):
         err = capfd.readouterr().err
         assert message in err
         assert "planned" not in err
-    assert main.run(["verify", "ladder", model, "--html", "x.html"]) == 2
-    assert "no report file" in capfd.readouterr().err
+    stray = [
+        "--html",
+        "x.html",
+        "--lengths",
+        "512",
+        "--n",
+        "5",
+    ]  # 5 is the default, and was given all the same
+    assert main.run(["verify", "ladder", model, *stray]) == 2
+    assert "A ladder takes no --html, --lengths, --n." in capfd.readouterr().err

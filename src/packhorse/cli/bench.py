@@ -13,7 +13,15 @@ import typer
 
 from packhorse.bench.serve import Load, Target, run_load
 from packhorse.cli import bench_offline as offline
-from packhorse.cli.common import JsonOption, byte_progress, check_file, note, print_json, write_file
+from packhorse.cli.common import (
+    JsonOption,
+    byte_progress,
+    check_file,
+    given_names,
+    note,
+    print_json,
+    write_file,
+)
 from packhorse.core.errors import UsageError
 from packhorse.core.units import format_bytes
 
@@ -70,11 +78,7 @@ _TAKEN = {
 def check_given(context: typer.Context, what: What) -> None:
     """Raises UsageError for what was given and would be ignored."""
     taken = {"what", "json", *_TAKEN[what].split()}
-    given = {
-        name
-        for name in context.params
-        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
-    }
+    given = given_names(context)
     stray = sorted(f"--{name.replace('_', '-')}" for name in given - taken - {"target", "after"})
     stray += ["a second target"] * ("after" in given - taken) + ["a target"] * ("target" in given - taken)
     if stray:

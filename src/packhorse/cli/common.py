@@ -123,6 +123,12 @@ def closing(session: Session, say: Callable[[str], None]) -> Iterator[None]:
     close_session(session, say)
 
 
+def given_names(context: typer.Context) -> set[str]:
+    """Parameters that the person gave."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
 def note(text: str) -> None:
     """Says something beside the result: on standard error."""
     print(text, file=sys.stderr)

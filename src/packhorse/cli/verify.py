@@ -81,7 +81,14 @@ CompareOption = Annotated[
 ]
 
 
+ONLY_RECALL = {
+    "tasks", "lengths", "depths", "n", "languages", "seed", "report", "html", "against", "compare",
+}  # fmt: skip
+"""Parameters that a ladder has no use for."""
+
+
 def command(
+    ctx: typer.Context,
     what: WhatArgument,
     model: ModelArgument,
     tasks: TasksOption = "single,multi_key",
@@ -116,11 +123,9 @@ def command(
 
     grid = make_grid(tasks, lengths, depths, n, languages, density, seed)
     sentences = None if haystack is None else read_haystack(haystack)
-    if what is What.LADDER and (report or html or against or compare):
-        raise UsageError(
-            "A ladder has no report file, and compares nothing.",
-            hint="Leave out --report, --html, --against and --compare.",
-        )
+    if what is What.LADDER and (stray := ONLY_RECALL & common.given_names(ctx)):
+        names = ", ".join(f"--{name}" for name in sorted(stray))
+        raise UsageError(f"A ladder takes no {names}.", hint=f"Leave out {names}, or verify recall.")
     common.check_file(report)
     common.check_file(html)
     if context is None and what is What.RECALL:
@@ -258,8 +263,9 @@ def run_ladder(asker: Asker, as_json: bool) -> None:
             f"{row['tokens_per_s']:>9.1f}   {'found' if row['right'] else 'NOT FOUND'}"
         )
 
+    lengths = rungs(asker.session.window)
     if not as_json:
         print(f"{'tokens':>9}{'peak memory':>13}{'first token':>15}{'tok/s':>9}   fact")
-    rows = climb(asker, rungs(asker.session.window), on_row=None if as_json else show)
+    rows = climb(asker, lengths, on_row=None if as_json else show)
     if as_json:
         print_json({"model": asker.session.facts.name, "rows": rows})

@@ -8,20 +8,27 @@ from typing import Any
 
 import torch
 
+from packhorse.core.errors import UsageError
 from packhorse.verify.recall import ANSWER_ROOM, Asker
 
 FIRST_RUNG = 1024
 
 
 def rungs(window: int) -> tuple[int, ...]:
-    """Prompt lengths from FIRST_RUNG in doublings, and the longest that the window holds."""
+    """Prompt lengths from FIRST_RUNG in doublings, and the longest that the window holds. Raises UsageError where
+    it holds none."""
     longest = window - ANSWER_ROOM
+    if longest <= 0:
+        raise UsageError(
+            f"The window has {window:,} tokens, and an answer may need {ANSWER_ROOM}: no rung is left.",
+            hint=f"Give --context {FIRST_RUNG + ANSWER_ROOM} or more.",
+        )
     lengths = []
     length = FIRST_RUNG
     while length < longest:
         lengths.append(length)
         length *= 2
-    return (*lengths, longest) if longest > 0 else ()
+    return (*lengths, longest)
 
 
 def peak_bytes(device: str) -> int:
