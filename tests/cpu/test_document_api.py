@@ -314,7 +314,7 @@ def test_an_idle_server_forgets_in_time(tmp_path, monkeypatch):
         assert live.get(f"/v1/documents/{kept['id']}").json()["bytes"]["disk"] > 0
 
 
-@pytest.mark.parametrize("fault", ["quota", "disk"])
+@pytest.mark.parametrize("fault", ["quota", "free", "disk"])
 def test_what_is_not_on_disk_is_not_acknowledged(tmp_path, monkeypatch, fault):
     """A quota smaller than one document, and a disk that is full: refused with the reason, and nothing is left."""
     with servers.scripted(engine=engine(tmp_path / "s", disk=16 * MIB)) as live:
@@ -326,17 +326,18 @@ def test_what_is_not_on_disk_is_not_acknowledged(tmp_path, monkeypatch, fault):
         with monkeypatch.context() as patch:
             if fault == "disk":
                 patch.setattr(disk.files, "write", full)
+            elif fault == "free":
+                patch.setattr(disk.files, "free_bytes", lambda _: disk.reserve)
             else:
                 patch.setattr(disk, "quota", 400_000)
             answer = live.post("/v1/documents", {"text": TEXT, "pin": True})
         error = answer.json()["error"]
         opened = live.service.session.engine.store.stats.opened
-        assert opened == (0 if fault == "quota" else 1), "what cannot be kept is refused before it is read"
-        if fault == "quota":
+        assert opened == (1 if fault == "disk" else 0), "what cannot be kept is refused before it is read"
+        if fault != "disk":
             assert (answer.status_code, error["code"]) == (400, "does_not_fit")
-            assert (
-                "The document takes 1." in error["message"] and "KiB. Give the store more" in error["message"]
-            )
+            hint = "KiB. Give the store more" if fault == "quota" else "for 0 B. Make room on the disk of"
+            assert "The document takes 1." in error["message"] and hint in error["message"]
         else:
             assert answer.status_code == 500 and "No space left on device" in error["message"]
         assert live.get("/v1/documents").json()["data"] == []

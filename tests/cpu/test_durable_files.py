@@ -412,7 +412,7 @@ def test_more_than_the_quota_is_refused_whole(tmp_path):
     store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB)
     store.write(model, [numbers.image(0)])
     assert not store.write(model, [numbers.image(3, 9 * MIB)])
-    assert store.counters["refused_for_room"] == 1
+    assert store.counters["refused_for_room"] == 1 and "the quota has no room for 18" in store.trouble
     check_found(store, 0)
 
 
@@ -427,7 +427,7 @@ def test_a_full_disk(tmp_path, reserve):
     assert store.write(model, [numbers.image(30, 100_000)]) and store.counters["evicted_records"] == 1
     files.free = reserve - 10**9
     assert not store.write(model, [numbers.image(33, 100_000)])
-    assert store.counters["refused_for_room"] == 1
+    assert store.counters["refused_for_room"] == 1 and "the disk has no room for 20" in store.trouble
     check_found(store, 30, 100_000)
 
 

@@ -132,7 +132,7 @@ def check_fits(disk: DurableStore, model: int, new: NewDocument, need: int) -> N
     walked = walk([disk], new.root, new.tokens, num_pages, disk.page_bytes(model), chain)
     missing = need - need * walked.num_pages // max(num_pages, 1)
     if missing > disk.room():
-        raise no_room("The document takes", missing, disk.room(), _MORE)
+        raise no_room("The document takes", missing, disk.room(), _more(disk, missing))
 
 
 def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *, with_state: bool) -> None:
@@ -145,7 +145,7 @@ def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *
     if walked.num_pages == num_pages and (not with_state or disk.states(walked.keys[-1:])):
         return
     if need > disk.room():
-        raise no_room("The document takes", need, disk.room(), _MORE)
+        raise no_room("The document takes", need, disk.room(), _more(disk, need))
     raise PackhorseError(
         f"The document could not be written: {disk.trouble or 'no snapshot was free for it'}."
     )
@@ -155,6 +155,15 @@ def no_room(what: str, asked: int, available: int, hint: str) -> DoesNotFitError
     """The error for what takes more bytes of the store than it has for that."""
     reason = f"{what} {format_bytes(asked)}, and the store has room for {format_bytes(available)}."
     return DoesNotFitError(reason, asked=asked, available=available, unit="bytes", hint=hint)
+
+
+def _more(disk: DurableStore, asked: int) -> str:
+    """What gives the store room for so many bytes."""
+    if asked > disk.room(by_quota=True):
+        return _MORE
+    return (
+        f"Make room on the disk of {disk.folder}, of which {format_bytes(disk.reserve)} are always left free."
+    )
 
 
 def find_document(disk: DurableStore, owner: bytes | None, name: str) -> StoredDocument | None:

@@ -281,11 +281,13 @@ class DurableStore:
         (self.folder / "models" / str(number)).mkdir(mode=0o700, exist_ok=True)
         return number
 
-    def room(self) -> int:
-        """Bytes of the largest set of records that could be written now, evicting all that may be evicted."""
+    def room(self, *, by_quota: bool = False) -> int:
+        """Bytes of the largest set of records that could be written now, evicting all that may be evicted. by_quota:
+        as if its disk were empty."""
         pinned, held = self._sum("bytes", "pinned"), self._held()
-        free = self.files.free_bytes(self.folder) - self.reserve
-        return max(0, min(self.quota - self._index_bytes() - pinned, free + held - pinned))
+        room = self.quota - self._index_bytes() - pinned
+        free = self.files.free_bytes(self.folder) - self.reserve + held - pinned
+        return max(0, room if by_quota else min(room, free))
 
     def write(self, model: int, images: Sequence[Image]) -> bool:
         """Make images durable, in order; True: they are. Those that are there already, and whole, are left alone.
@@ -301,7 +303,8 @@ class DurableStore:
         need = sum(round_up(image.record.num_bytes, BLOCK) for image in new)
         if need > self.room():
             self.counters["refused_for_room"] += len(new)
-            self.trouble = f"there is no room for {format_bytes(need)}"
+            full = need <= self.room(by_quota=True)
+            self.trouble = f"{'the disk' if full else 'the quota'} has no room for {format_bytes(need)}"
             return False
         self._evict_to(self.quota - need)
         short = self.reserve + need - self.files.free_bytes(self.folder)
@@ -352,18 +355,14 @@ class DurableStore:
         """Rows for files that are durable; the names of those that got one."""
         with self.transaction() as write:
             used, now = self._next_use(), self.files.now()
-            for image, name, crc in written:
-                values = (*_fields(image.record), model, name, crc, used, now)
-                write.execute(
-                    "INSERT OR IGNORE INTO records (kind, parent, key, start, stop, tokens, bytes, model, file,"
-                    " crc, used, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    values,
-                )
+            write.executemany(
+                "INSERT OR IGNORE INTO records (kind, parent, key, start, stop, tokens, bytes, model, file,"
+                " crc, used, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(*_fields(image.record), model, name, crc, used, now) for image, name, crc in written],
+            )
             names = [name for _, name, _ in written]
-            marks = ", ".join("?" * len(names))
-            return {
-                row[0] for row in write.execute(f"SELECT file FROM records WHERE file IN ({marks})", names)
-            }
+            query = f"SELECT file FROM records WHERE file IN ({_marks(len(names))})"
+            return {row[0] for row in write.execute(query, names)}
 
     def touch(self, records: Sequence[Record]) -> None:
         """These were used: they are evicted last. An order is kept, no time: clocks may go back."""
@@ -372,11 +371,8 @@ class DurableStore:
     def _touch(self, records: Sequence[Record]) -> None:
         with self.transaction() as write:
             used = self._next_use()
-            for record in records:
-                write.execute(
-                    "UPDATE records SET used = ? WHERE kind = ? AND parent = ? AND key = ?",
-                    (used, *record.identity),
-                )
+            query = "UPDATE records SET used = ? WHERE kind = ? AND parent = ? AND key = ?"
+            write.executemany(query, [(used, *record.identity) for record in records])
 
     def mark_gone(self, record: Record) -> None:
         """From now on a record is not offered any more. Of the reading half; `drop` follows."""
