@@ -139,7 +139,7 @@ def test_cut_and_resumed_gives_the_same_bytes(source, tmp_path, monkeypatch):
 
     def stop(done: int, total: int) -> None:
         calls.append((done, total))
-        if len(calls) == 2:
+        if len(list(cut.glob("*.safetensors"))) == 2:
             raise CutError
 
     with pytest.raises(CutError):
@@ -149,7 +149,14 @@ def test_cut_and_resumed_gives_the_same_bytes(source, tmp_path, monkeypatch):
     first = (cut / module.shard_name(0, len(list(whole.glob("*.safetensors"))))).stat().st_mtime_ns
     with pytest.raises(RefusedError, match=r"no config\.json"):
         read_model(cut)
-    convert(facts, cut, "int4-rtn")
+    # What is being made of a shard is seen while it is made.
+    one = (cut / module.shard_name(0, len(list(whole.glob("*.safetensors"))))).stat().st_size
+    steps = [done for done, _ in calls if done < one]
+    assert steps[0] == 0 and len(steps) > 3 and sorted(calls) == calls
+    notes: list[str] = []
+    convert(facts, cut, "int4-rtn", note=notes.append)
+    there = sum(map(len, module.plan_conversion(facts, "int4-rtn").shards[:2]))
+    assert notes == [f"{there} of {len(facts.tensors)} tensors were there already"]
     assert digest(cut) == digest(whole)
     assert (cut / next(iter(sorted(f.name for f in cut.glob("*.safetensors"))))).stat().st_mtime_ns == first
     assert calls[0][1] == sum(file.stat().st_size for file in whole.glob("*.safetensors"))
@@ -197,4 +204,17 @@ def test_command(source, tmp_path, capsys):
     assert any("shared_expert.down_proj" in name for name in document["kept"])
     forms = {matrix.form.name for matrix in packed_matrices(read_model(tmp_path / "out"))}
     assert forms == {"int8-g128"}
-    assert cli.run(["convert", str(source), str(tmp_path / "out")]) == 2
+    again = ["convert", str(source), str(tmp_path / "out"), "--recipe"]
+    assert cli.run([*again, "int4-rtn"]) == 2
+    assert "holds no cut conversion" in capsys.readouterr().err
+    assert cli.run([*again, "int8-rtn"]) == 2
+    assert f"holds {source} converted to int8-rtn already" in capsys.readouterr().err
+
+
+def test_what_was_interrupted_says_that_it_goes_on(source, tmp_path, capsys, monkeypatch):
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_shard", interrupt)
+    assert cli.run(["convert", str(source), str(tmp_path / "out")]) == 130
+    assert "the same command goes on" in capsys.readouterr().err

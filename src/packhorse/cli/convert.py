@@ -35,8 +35,12 @@ def command(
     facts = read_model(find_model(source, cache, offline))
     from packhorse.models.convert import convert
 
-    with byte_progress(f"converting {facts.name}") as progress:
-        conversion = convert(facts, out, recipe, progress)
+    try:
+        with byte_progress(f"converting {facts.name}") as progress:
+            conversion = convert(facts, out, recipe, progress, note)
+    except KeyboardInterrupt:
+        note(f"{out} keeps the files that are whole: the same command goes on after them.")
+        raise
     if json:
         print_json({"out": str(out), "recipe": recipe, "bytes": conversion.num_bytes,
                     "source_bytes": facts.file_bytes, "kept": list(conversion.kept)})  # fmt: skip

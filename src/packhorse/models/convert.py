@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,29 +95,37 @@ def plan_conversion(facts: ModelFacts, recipe: str) -> Conversion:
 
 
 def convert(
-    facts: ModelFacts, out: Path, recipe: str, progress: Callable[[int, int], None] | None = None
+    facts: ModelFacts,
+    out: Path,
+    recipe: str,
+    progress: Callable[[int, int], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Conversion:
-    """Write the packed checkpoint to the folder `out`. progress(done, total): bytes of shards.
+    """Write the packed checkpoint to the folder `out`. progress(done, total): bytes of shards, matrix by matrix.
+    note: told what a cut conversion has left.
 
-    Raises what `plan_conversion` raises; UsageError where `out` holds something else, DoesNotFitError where the
-    disk is too small, WeightsError for values that are not finite.
+    Raises what `plan_conversion` raises; UsageError where `out` holds something else, or all of it already,
+    DoesNotFitError where the disk is too small, WeightsError for values that are not finite.
     """
     conversion = plan_conversion(facts, recipe)
     try:
-        _claim(conversion, out, recipe)
+        there = _claim(conversion, out, recipe)
+        if there and note is not None:
+            count = sum(len(conversion.shards[index]) for index in there)
+            note(f"{count:,} of {len(facts.tensors):,} tensors were there already")
         total, done = conversion.num_bytes, 0
         for index, tensors in enumerate(conversion.shards):
             specs = conversion.specs(index)
-            file = out / shard_name(index, len(conversion.shards))
-            if not file.is_file():
-                write_shard(file, specs, (v for tensor in tensors for v in _values(tensor, conversion)))
+            if index not in there:
+                made = (value for tensor in tensors for value in _values(tensor, conversion))
+                file = out / shard_name(index, len(conversion.shards))
+                write_shard(file, specs, _shown(made, done, total, progress))
             done += shard_bytes(specs)
             if progress is not None:
                 progress(done, total)
         write_index(out, [conversion.specs(index) for index in range(len(conversion.shards))])
         _copy_rest(facts.path, out)
-        config = read_object(facts.path / "config.json") | {"quantization_config": _declaration(conversion)}
-        write_json(out / "config.json", config)
+        write_json(out / "config.json", _config(conversion))
         (out / STATE).unlink()
     except OSError as error:
         raise RefusedError(
@@ -126,9 +134,21 @@ def convert(
     return conversion
 
 
-def _claim(conversion: Conversion, out: Path, recipe: str) -> None:
-    """Make sure that `out` is ours: new, or of the same conversion, cut."""
-    facts = conversion.facts
+def _shown(
+    values: Iterable[Tensor], done: int, total: int, progress: Callable[[int, int], None] | None
+) -> Iterator[Tensor]:
+    """`values`, with the progress before each."""
+    for value in values:
+        if progress is not None:
+            progress(done, total)
+        yield value
+        done += value.nbytes
+
+
+def _claim(conversion: Conversion, out: Path, recipe: str) -> set[int]:
+    """Make sure that `out` is ours: new, or of the same conversion, cut. Returns the shards that are there."""
+    facts, count = conversion.facts, len(conversion.shards)
+    there = {index for index in range(count) if (out / shard_name(index, count)).is_file()}
     seed = hashlib.blake2b(digest_size=16)
     for tensor in facts.tensors.values():
         seed.update(repr((tensor.name, tensor.shape, tensor.format.name, tensor.offset)).encode())
@@ -137,6 +157,12 @@ def _claim(conversion: Conversion, out: Path, recipe: str) -> None:
     state = {"source": str(facts.path.resolve()), "recipe": recipe, "tensors": seed.hexdigest()}
     if out.exists() and any(out.iterdir()):
         file = out / STATE
+        made = out / "config.json"
+        if len(there) == count and made.is_file() and read_object(made) == _config(conversion):
+            raise UsageError(
+                f"{out} holds {facts.path} converted to {recipe} already.",
+                hint="Use it, or give a folder that is not there yet.",
+            )
         if not file.is_file() or read_object(file) != state:
             raise UsageError(
                 f"{out} is not empty, and holds no cut conversion of {facts.path} to {recipe}.",
@@ -147,11 +173,7 @@ def _claim(conversion: Conversion, out: Path, recipe: str) -> None:
         write_json(out / STATE, state)
     for part in out.glob("*.part"):
         part.unlink()
-    missing = sum(
-        shard_bytes(conversion.specs(index))
-        for index in range(len(conversion.shards))
-        if not (out / shard_name(index, len(conversion.shards))).is_file()
-    )
+    missing = sum(shard_bytes(conversion.specs(index)) for index in range(count) if index not in there)
     free = shutil.disk_usage(out).free
     if missing > free:
         raise DoesNotFitError(
@@ -161,6 +183,7 @@ def _claim(conversion: Conversion, out: Path, recipe: str) -> None:
             unit="bytes",
             hint="Free space, or give a folder on another disk.",
         )
+    return there
 
 
 def _is_matrix(tensor: TensorFacts, facts: ModelFacts) -> bool:
@@ -229,18 +252,19 @@ def _values(tensor: TensorFacts, conversion: Conversion) -> Iterator[Tensor]:
         yield torch.tensor(matrix.shape)
 
 
-def _declaration(conversion: Conversion) -> dict[str, Any]:
-    """compressed-tensors' quantization_config of the result."""
+def _config(conversion: Conversion) -> dict[str, Any]:
+    """config.json of the result, which compressed-tensors reads."""
     weights = {
         "num_bits": conversion.bits, "type": "int", "symmetric": True, "strategy": "group",
         "group_size": GROUP_LEN, "dynamic": False,
     }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     kept = [name.removesuffix(".weight") for name in conversion.kept]
-    return {
+    declaration = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": [*_IGNORE, *kept],
     }  # fmt: skip
+    return read_object(conversion.facts.path / "config.json") | {"quantization_config": declaration}
 
 
 def _copy_rest(source: Path, out: Path) -> None:
