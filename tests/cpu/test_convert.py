@@ -186,14 +186,16 @@ def test_what_is_refused(source, tmp_path, monkeypatch):
         convert(facts, tmp_path / "z", "int4-rtn")
 
 
-def test_values_that_are_no_numbers_are_refused(source, tmp_path):
+@pytest.mark.parametrize("name", ["layers.1.mlp.experts.down_proj", "embed_tokens.weight", "norm.weight"])
+def test_values_that_are_no_numbers_are_refused(source, tmp_path, name):
+    """In matrices that are packed, and in what stays as it is."""
     state = load_file(source / "model.safetensors")
-    state["model.layers.1.mlp.experts.down_proj"][3, 5, 7] = float("inf")
+    state[f"model.{name}"].view(-1)[7] = float("inf")
     folder = tmp_path / "bad"
     folder.mkdir()
     save_file(state, folder / "model.safetensors")
     (folder / "config.json").write_text((source / "config.json").read_text())
-    with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.experts\.down_proj holds values"):
+    with pytest.raises(WeightsError, match=f"{name} holds values"):
         convert(read_model(folder), tmp_path / "out", "int4-rtn")
 
 

@@ -228,6 +228,8 @@ def _values(tensor: TensorFacts, conversion: Conversion) -> Iterator[Tensor]:
     """The tensors of `_specs`, made one matrix at a time."""
     value = read_plain(tensor)
     if not _is_packed(tensor, conversion):
+        for part in value.flatten().split(_SLICE_LEN):
+            _check_finite(tensor, part)
         yield value
         return
     bits = conversion.bits
@@ -239,17 +241,21 @@ def _values(tensor: TensorFacts, conversion: Conversion) -> Iterator[Tensor]:
         step = max(1, _SLICE_LEN // matrix.shape[1])
         for start in range(0, N, step):
             part = matrix[start : start + step]
-            if not part.isfinite().all():
-                raise WeightsError(
-                    f"{tensor.name} holds values that are not finite.",
-                    hint="The file is damaged or was exported from a broken run: fetch or export it again.",
-                    tensor=tensor.name,
-                )
+            _check_finite(tensor, part)
             codes, scales[start : start + step] = round_groups(part, bits, GROUP_LEN)
             words[start : start + step] = nibbles(codes) if bits == 4 else codes
         yield words.view(torch.int32)
         yield scales
         yield torch.tensor(matrix.shape)
+
+
+def _check_finite(tensor: TensorFacts, part: Tensor) -> None:
+    if not part.isfinite().all():
+        raise WeightsError(
+            f"{tensor.name} holds values that are not finite.",
+            hint="The file is damaged or was exported from a broken run: fetch or export it again.",
+            tensor=tensor.name,
+        )
 
 
 def _config(conversion: Conversion) -> dict[str, Any]:
