@@ -115,7 +115,7 @@ def test_the_document_of_json(tmp_path: Path):
 def answering(tmp_path):
     """A server with a long stream and a long answer under way, and what the two were told in the end."""
     config = tmp_path / "server.toml"
-    config.write_text("[server]\ngrace = 1\n")
+    config.write_text("[server]\ngrace = 1\nkeep_alive = 0.2\n")
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 7000, "ignore_eos": True, "temperature": 0}
     told: dict[str, str] = {}
     with servers.process("--context", "8192", "--config", str(config), "--name", "tiny") as live:
@@ -145,9 +145,13 @@ def test_answers_that_outlast_the_grace_are_told_so(answering):
     assert live.child.wait(60) == 130
     join()
     assert '"code": "stopped"' in told["stream"] and told["stream"].rstrip().endswith("data: [DONE]")
-    assert '"code":"stopped"' in told["whole"]
+    # Its status had gone out with the first sign of life: it is cut off.
+    assert '"code": "stopped"' in told["whole"] and told["whole"].endswith("RemoteProtocolError")
     live.log.seek(0)
-    assert "Traceback" not in live.log.read()
+    log = live.log.read().splitlines()
+    said = "stopping: 2 answers have 1 s to end, Ctrl-C again ends the process at once"
+    after = log[log.index(said) + 1 :]
+    assert [json.loads(line)["code"] for line in after if line != "Interrupted."] == ["stopped"] * 2
 
 
 def test_asked_twice_it_ends_at_once(answering):

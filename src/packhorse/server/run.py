@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import signal
@@ -88,7 +89,11 @@ class Server(uvicorn.Server):
         self._grace = grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for what runs; after `grace` its end is an error that its client is told."""
+        """Wait for what runs, and say so; after `grace` its end is an error that its client is told."""
+        if live := self._worker.live:
+            have = f"{live} answers have" if live > 1 else "1 answer has"
+            again = ", Ctrl-C again ends the process at once" if self.interrupted else ""
+            print(f"stopping: {have} {self._grace:g} s to end{again}", file=sys.stderr, flush=True)
         asyncio.get_running_loop().call_later(self._grace, self._worker.end)
         await super().shutdown(sockets)
 
@@ -116,6 +121,9 @@ class Server(uvicorn.Server):
 
 def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
     """Settings of the HTTP server."""
+    # Cutting off what fails after its status is our way to tell the client, and the call's own line says why.
+    cut = "ASGI callable returned without completing response."
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != cut)
     return uvicorn.Config(
         app,
         http=_protocol(config.header_timeout),
