@@ -265,9 +265,9 @@ def test_every_alternative_fits_when_it_is_asked_for(monkeypatch):
         for offer in plan.alternatives:
             change = dict(offer.change)
             asked = known_model(change.pop("model")) if "model" in change else facts
-            vram = None if change.pop("vram", None) == "auto" else wishes.vram
+            vram = change.pop("vram", wishes.vram)
             full = {
-                "vram": vram,
+                "vram": None if vram == "auto" else vram,
                 "context": plan.placement.job.context,
                 "kv": plan.placement.job.kv,
                 "recipe": plan.recipe.name,
@@ -317,7 +317,7 @@ def test_a_refused_wish_is_not_offered_again_and_has_a_way_out():
 def test_what_the_engine_cannot_run_comes_with_what_it_runs():
     """Also where it is fast enough; without a way that it runs there is no offer."""
     facts, machine = known_model("qwen3-32b"), read_profile("rtx-3090")
-    plan = solve(facts, machine, Wishes(sequences=4))
+    plan = solve(facts, machine, Wishes(sequences=4, context=16_384))
     assert plan.fits and not plan.crawls and plan.unbuilt == ("mlp in int4 outside the card",)
     found = [dict(offer.change) for offer in plan.alternatives]
     assert {"sequences": 2} in found and {"kv": "k5v4"} in found and all(o.built for o in plan.alternatives)
@@ -326,6 +326,66 @@ def test_what_the_engine_cannot_run_comes_with_what_it_runs():
         assert solve(facts, machine, again).executable
     two = solve(known_model("qwen3.8-27b"), read_profile("rtx-3090-x2"), Wishes(context=131_072))
     assert two.unbuilt == ("2 cards",) and not two.crawls and two.alternatives == ()
+
+
+def test_the_default_context_is_one_that_the_engine_runs():
+    """Where there is one: longer ones are modelled, and come with it, with a lower codec and with other ways."""
+    facts, machine = known_model("qwen3.6-27b"), read_profile("rtx-4060ti-16g")
+    for prefer in ("speed", "context"):
+        plan = solve(facts, machine, Wishes(prefer=prefer))
+        assert plan.executable and plan.placement.job.context == plan.runs < plan.comfortable < plan.limit
+        longer = solve(facts, machine, Wishes(prefer=prefer, context=plan.runs + PAGE_LEN))
+        assert not longer.executable and longer.runs == plan.runs
+    runs = solve(facts, machine, Wishes()).runs
+    for context in (28_672, 32_768, 40_960, 45_056, 131_072):
+        plan = solve(facts, machine, Wishes(context=context))
+        assert plan.fits and not plan.executable
+        built = [offer.built for offer in plan.alternatives]
+        assert built == sorted(built, reverse=True)
+        ways = [dict(offer.change) for offer in plan.alternatives if offer.built]
+        [lower] = [way for way in ways if "kv" in way]
+        assert ways[0] == {"context": runs} and runs < lower.get("context", context) <= context
+        assert {"model": "qwen3.6-35b-a3b"} in ways
+    # Where no context runs, it is as long as fits well.
+    none = solve(facts, read_profile("rtx-3060-12g"), Wishes())
+    assert none.runs == 0 and none.fits and none.placement.job.context == none.comfortable
+    assert none.alternatives[0].built
+    moe = known_model("qwen3.6-35b-a3b")
+    short = solve(moe, read_profile("rtx-3060-12g"), Wishes(context=32_768, ram=12 * GIB))
+    assert short.alternatives[0].change == {"ram": 24 * GIB} and short.alternatives[0].built
+    # Nothing alone: the whole card and a shorter context.
+    both = solve(facts, machine, Wishes(context=262_144, vram=14 * GIB))
+    assert {"context": runs, "vram": "auto"} in [
+        dict(offer.change) for offer in both.alternatives if offer.built
+    ]
+
+
+def test_too_little_of_a_card_comes_with_the_least_that_is_enough():
+    facts, machine = known_model("qwen3.6-35b-a3b"), read_profile("rtx-3060-12g")
+    [least] = [
+        change["vram"] for change in changes("qwen3.6-35b-a3b", machine, vram=GIB) if set(change) == {"vram"}
+    ]
+    assert solve(facts, machine, Wishes(vram=least)).executable
+    assert not solve(facts, machine, Wishes(vram=least - GIB // 50, context=262_144)).fits
+
+
+def test_the_first_line_says_whether_the_engine_runs_it(capsys):
+    card = ("qwen3.6-27b", "--profile", "rtx-4060ti-16g", "--context")
+    for context, verdict, label in (
+        ("8192", "fits", None),
+        ("40960", "the engine cannot run it", "runs instead: --context "),
+        ("600000", "DOES NOT FIT", "fits instead: "),
+    ):
+        _, out, _ = run(capsys, *card, context)
+        first, *rest = out.splitlines()
+        assert first.endswith(f": {verdict}")
+        offers = [line for line in rest if "instead: " in line or line.startswith("faster: ")]
+        assert offers[0].startswith(label) if label else not offers
+        assert "fits" not in rest
+    _, out, _ = run(capsys, *card, "131072")
+    assert "faster: --recipe 3bit" in out and "; the engine runs " in out and "fits instead" not in out
+    document = json.loads(run(capsys, *card, "40960", "--json")[1])
+    assert document["fits"] and not document["executable"] and 0 < document["context"]["runs"] < 40_960
 
 
 @pytest.mark.parametrize(
@@ -680,7 +740,9 @@ def test_contexts_and_recipes_that_mean_nothing():
     facts, machine = known_model("qwen3-32b"), read_profile("h200")
     beyond = solve(facts, machine, Wishes(context=4 * facts.context + 1))
     assert not beyond.fits and not beyond.times and not beyond.executable and beyond.limit == 163_840
-    assert beyond.alternatives[0].change == {"context": 163_840}
+    assert [dict(offer.change) for offer in beyond.alternatives if [*offer.change] == ["context"]] == [
+        {"context": 40_960}, {"context": 163_840}
+    ]  # fmt: skip
     assert "DOES NOT FIT: the model reaches 163,840 tokens at most" in table(beyond)
     assert solve(facts, machine, Wishes(context=4 * facts.context)).fits
     odd = replace(known_model("qwen3.5-0.8b"), head_dim=96)

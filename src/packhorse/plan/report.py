@@ -57,7 +57,7 @@ def to_document(plan: Plan, model: str, tariff: float | None = None) -> dict[str
         "experts": _experts(plan),
         "kv": {"codec": job.kv, "bytes_per_token": account.kv_token_bytes(facts, job.kv)},
         "context": {"planned": job.context, "comfortable": plan.comfortable, "limit": plan.limit}
-        | {"reach": reach(facts)},
+        | {"runs": plan.runs, "reach": reach(facts)},
         "sweep_tokens": where.sweep_len,
         "engine": _engine(plan),
         "predict": _predict(plan),
@@ -131,10 +131,12 @@ def _way_out(document: Mapping[str, Any]) -> str:
 
 def _options(change: Mapping[str, Any]) -> str:
     """What an offer changes, as it is asked for."""
-    return " ".join(
-        f"--{key.replace('_', '-')} {format_bytes(value).replace(' ', '') if key in ('ram', 'disk') else value}"
-        for key, value in change.items()
-    ).replace("--model ", "")
+    sizes = {key: format_bytes(value).replace(" ", "") for key, value in change.items()
+             if key in ("ram", "disk", "vram") and value != "auto"}  # fmt: skip
+    given = {**change, **sizes}
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in given.items()).replace(
+        "--model ", ""
+    )
 
 
 def check_planned(document: Mapping[str, Any], facts: ModelFacts) -> None:
@@ -185,11 +187,14 @@ def table(plan: Plan, tariff: float | None = None) -> str:
 def _lines(plan: Plan, tariff: float | None) -> Iterator[str]:
     where, job = plan.placement, plan.placement.job
     users = f" x {job.sequences}" if job.sequences > 1 else ""
-    yield f"{plan.facts.name} on {plan.machine.name}: {job.context:,} tokens{users}, {plan.recipe.name}, KV {job.kv}"
+    verdict = "fits" if plan.executable else "the engine cannot run it" if plan.fits else "DOES NOT FIT"
+    name = f"{plan.facts.name} on {plan.machine.name}"
+    yield f"{name}: {job.context:,} tokens{users}, {plan.recipe.name}, KV {job.kv}: {verdict}"
     short = [f"{format_bytes(size)} short in {name}" for name, size in where.shortfall.items()]
     if job.context > reach(plan.facts):
         short.append(f"the model reaches {reach(plan.facts):,} tokens at most")
-    yield f"DOES NOT FIT: {', '.join(short)}" if short else "fits"
+    if short:
+        yield f"DOES NOT FIT: {', '.join(short)}"
     if plan.unbuilt:
         yield "modelled, not executable: " + "; ".join(plan.unbuilt)
     yield ""
@@ -199,7 +204,8 @@ def _lines(plan: Plan, tariff: float | None) -> Iterator[str]:
     if plan.facts.moe is not None and where.num_units:
         share = where.on_device / where.num_units
         yield f"experts on the card   {where.on_device:,} of {where.num_units:,} ({share:.0%})"
-    yield f"context               {plan.comfortable:,} at nearly full speed, {plan.limit:,} at most"
+    runs = f"; the engine runs {plan.runs:,}" if plan.runs < plan.limit else ""
+    yield f"context               {plan.comfortable:,} at nearly full speed, {plan.limit:,} at most{runs}"
     yield ""
     yield from _time_lines(plan)
     cost = _cost(plan, tariff)
@@ -209,7 +215,8 @@ def _lines(plan: Plan, tariff: float | None) -> Iterator[str]:
             + " (cards alone)"
         )
     for offer in plan.alternatives:
-        yield _offer_line(offer)
+        better = "runs instead" if offer.built and plan.unbuilt else "faster"
+        yield f"{better if plan.fits else 'fits instead'}: {_offer_line(offer)}"
     yield from (f"! {text}" for text in plan.warnings)
 
 
@@ -264,7 +271,7 @@ def _offer_line(offer: Alternative) -> str:
     change = _options(offer.change)
     speed, cold = offer.times.decode_tok_s_end, offer.times.cold_first_token_s
     built = "" if offer.built else ", modelled"
-    return f"fits instead: {change} ({offer.why}): {_short(speed)} tok/s, first token {_short(cold)} s cold{built}"
+    return f"{change} ({offer.why}): {_short(speed)} tok/s, first token {_short(cold)} s cold{built}"
 
 
 def explain(plan: Plan) -> str:

@@ -42,7 +42,7 @@ OTHER_MODELS = ("qwen3.6-35b-a3b", "qwen3.5-9b", "qwen3.5-4b", "qwen3.5-0.8b")
 CENT = GIB // 100
 OFFERS = {
     "context": "a shorter context", "sequences": "fewer requests at a time", "kv": "a lower KV codec",
-    "recipe": "another recipe", "host_kv": "a part of the KV in host memory", "vram": "all that the card has",
+    "recipe": "another recipe", "host_kv": "a part of the KV in host memory", "vram": "more of the card",
     "ram": "more host memory", "disk": "more disk", "model": "another model",
 }  # fmt: skip
 """What may be changed to make a wish fit, by option."""
@@ -97,8 +97,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """comfortable, limit: tokens of context at nearly full speed, and at most. times: in the order low, expected,
-    high; empty where it does not fit. unbuilt: what of it the engine cannot run yet."""
+    """comfortable, limit, runs: tokens of context at nearly full speed, at most, and at most of what the engine runs.
+    times: in the order low, expected, high; empty where it does not fit. unbuilt: what of it the engine cannot run
+    yet."""
 
     facts: ModelFacts
     machine: Machine
@@ -106,6 +107,7 @@ class Plan:
     placement: Placement
     comfortable: int
     limit: int
+    runs: int
     times: tuple[Times, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     unbuilt: tuple[str, ...] = ()
@@ -149,14 +151,15 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
         footprint = _unpacked_or_packed(footprint, capped, wishes, job)
     limit = longest(footprint, capped, job, min(reach(facts), max(facts.context, job.context)))
     comfortable = _comfortable(footprint, capped, job, limit)
+    runs = _longest_run(footprint, capped, job, limit) if limit else 0
     if wishes.context is None and limit:
-        job = replace(job, context=comfortable if wishes.prefer == "speed" else limit)
+        job = replace(job, context=min(comfortable if wishes.prefer == "speed" else limit, runs or limit))
     placement = place(footprint, capped, job)
     times: tuple[Times, ...] = ()
     if placement.fits and job.context <= reach(facts):
         times = tuple(predict(footprint, capped, placement, band) for band in (LOW, EXPECTED, HIGH))
     plan = Plan(
-        facts, capped, footprint.recipe, placement, comfortable, limit, times,
+        facts, capped, footprint.recipe, placement, comfortable, limit, runs, times,
         unbuilt=_unbuilt(footprint, capped, placement), footprint=footprint,
     )  # fmt: skip
     offers = tuple(_Offers(plan, machine, wishes)) if plan.crawls or plan.unbuilt else ()
@@ -218,6 +221,11 @@ def longest(footprint: Footprint, machine: Machine, job: Job, most: int) -> int:
     return _last(lambda tokens: place(footprint, machine, replace(job, context=tokens)).fits, most)
 
 
+def _longest_run(footprint: Footprint, machine: Machine, job: Job, most: int) -> int:
+    """The longest of these that the engine runs."""
+    return _last(lambda tokens: _runs(footprint, machine, replace(job, context=tokens)), most)
+
+
 def _comfortable(footprint: Footprint, machine: Machine, job: Job, limit: int) -> int:
     """The longest context that decodes at COMFORT of the speed of a short one."""
 
@@ -243,9 +251,9 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
 
 
 class _Offers:
-    """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest, the
-    executable ones first, and these alone beside a plan that lacks nothing else. Where nothing fits that way, several
-    changes at once."""
+    """Wishes near the one asked for that fit: of each kind the nearest that does not crawl, else the fastest. What the
+    engine runs comes first, and is all that is offered beside a plan that lacks nothing else. Where it runs nothing
+    that way, several changes at once."""
 
     def __init__(self, plan: Plan, machine: Machine, wishes: Wishes) -> None:
         self._plan, self._machine, self._wishes = plan, machine, wishes
@@ -259,9 +267,15 @@ class _Offers:
         # An offer is asked for in hundredths of a GiB, and no process gets more than there is.
         most = with_caps(machine, vram=None, ram=None, disk=None).ram_bytes // CENT * CENT
         sizes = RAM_STEPS if machine.assumed else (min(most, round_up(host.total_bytes, CENT)), most)
+        least, card = round_up(plan.placement.tiers["device0"].total_bytes, CENT), machine.card
+        more = card is not None and wishes.vram is not None and wishes.vram < least < card.usable_bytes
+        self._vram = [*([least] if more else []), "auto"] if wishes.vram is not None else []
         self._ram = [size for size in sizes if size > plan.machine.ram_bytes]
 
     def __iter__(self) -> Iterator[Alternative]:
+        yield from sorted(self._all(), key=lambda offer: not offer.built)
+
+    def _all(self) -> Iterator[Alternative]:
         plan, job, wishes = self._plan, self._plan.placement.job, self._wishes
         card = self._machine.card is not None
         recipes: list[dict[str, Any]] = [{"recipe": other} for other in self._recipes]
@@ -275,12 +289,13 @@ class _Offers:
         models = [*best, *chain.from_iterable(others)]
         disk: list[dict[str, Any]] = [{"disk": None}] if "disk" in plan.placement.shortfall else []
         singles: list[list[dict[str, Any]]] = [
-            [{"context": plan.limit}] if 0 < plan.limit < job.context else [],
-            [{"kv": codec} for codec in self._codecs],
+            *([{"context": tokens}] for tokens in {plan.runs: 0, plan.limit: 0} if 0 < tokens < job.context),
+            [{"kv": codec} for codec in self._codecs]
+            + [{"kv": codec, "context": None} for codec in self._codecs[-1:] if plan.unbuilt],
             recipes,
             [{**other, "kv": codec} for other in recipes for codec in self._codecs[-1:]],
             [{"host_kv": job.context * part // 8} for part in range(1, 8) if card],
-            [{"vram": "auto"}] if wishes.vram is not None else [],
+            [{"vram": size} for size in self._vram],
             [{"sequences": number} for number in self._sequences],
             [{"ram": size} for size in self._ram],
             disk,
@@ -289,17 +304,21 @@ class _Offers:
         ]
         found = [offer for changes in singles if (offer := self._nearest(changes)) is not None]
         yield from found
-        if plan.fits:
+        if plan.executable:
             return
         # Several at once, of the same model and then of others, where the engine runs no single one.
         formats_exist = [other for other in recipes if recipe(other["recipe"]).has_formats]
         for bases in ([{}, *formats_exist], models):
             alike = [offer for offer in found if ("model" in offer.change) == (bases is models)]
             if not any(offer.built for offer in alike):
-                every = (self._offer({**base, **more}) for more in self._changes() for base in bases)
-                offer = next((offer for offer in every if offer is not None), None)
-                if offer is not None and (offer.built or not alike):
-                    yield offer
+                tried: list[Alternative] = []
+                for change in ({**base, **more} for more in self._changes() for base in bases):
+                    tried += [offer] if (offer := self._offer(change)) is not None else []
+                    if tried and tried[-1].built:
+                        yield tried[-1]
+                        break
+                else:
+                    yield from tried[: not (alike or plan.fits)]
 
     def _changes(self) -> list[dict[str, Any]]:
         """What may be changed together beside a recipe or a model: memory last, a shorter context before it."""
@@ -309,7 +328,7 @@ class _Offers:
             "context": [None],
             "disk": [None] if "disk" in self._plan.placement.shortfall else [],
             "ram": self._ram[-1:],
-            "vram": ["auto"] if self._wishes.vram is not None else [],
+            "vram": self._vram[-1:],
         }
         every: list[dict[str, Any]] = [{}]
         for key, values in parts.items():
@@ -322,17 +341,20 @@ class _Offers:
         least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
         tried = [self._offer(change) for change in changes]
         found = [offer for offer in tried if offer is not None]
-        if plan.crawls:
-            found = [offer for offer in found if offer.times.decode_tok_s_end >= least]
-            found = [offer for offer in found if offer.built] or found
-        else:  # it fits and is fast: what the engine runs is all that it lacks
-            found = [offer for offer in found if offer.built]
+        built = [
+            offer
+            for offer in found
+            if offer.built and (plan.unbuilt or offer.times.decode_tok_s_end >= least)
+        ]
+        # Where it fits and is fast, what the engine runs is all that it lacks.
+        slow = plan.crawls and not built
+        found = [offer for offer in found if offer.times.decode_tok_s_end >= least] if slow else built
         walks = [offer for offer in found if offer.times.decode_tok_s_end >= CRAWL]
         return walks[0] if walks else max(found, key=lambda offer: offer.times.decode_tok_s_end, default=None)
 
     def _offer(self, change: Mapping[str, Any]) -> Alternative | None:
-        """These changes of the wishes, if they fit. context None: the longest that fits, if not too short; disk
-        None: what the weights take."""
+        """These changes of the wishes, if they fit. context None: the longest that the engine runs, else that fits, if
+        not too short; disk None: what the weights take."""
         plan, machine, wishes = self._plan, self._machine, self._wishes
         facts, job, change = plan.facts, plan.placement.job, dict(change)
         if "model" in change:
@@ -355,7 +377,9 @@ class _Offers:
             most = min(reach(facts), job.context)
             if not place(footprint, capped, replace(job, context=min(SHORT, most))).fits:
                 return None
-            change["context"] = longest(footprint, capped, job, most)
+            change["context"] = _longest_run(footprint, capped, job, most) or longest(
+                footprint, capped, job, most
+            )
         job = replace(job, context=change.get("context", job.context))
         placement = place(footprint, capped, job)
         if not placement.fits or not job.host_kv <= job.context <= reach(facts):
