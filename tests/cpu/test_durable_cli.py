@@ -159,6 +159,25 @@ def test_damage_to_what_was_written_last_is_no_trouble(tmp_path, capsys, hut, mo
         assert [n.removeprefix("Warning: ") for n in notes if n.startswith("Warning")] == told
 
 
+def test_a_quota_too_small_for_a_document_that_is_there(tmp_path, capsys, hut, monkeypatch):
+    """What it holds of it stays and is used; it does not go for the rest, and nothing is wrong with the store."""
+    store = tmp_path / "s"
+    monkeypatch.setattr("packhorse.store.lower.EXTENT_BYTES", 1 << 18)
+    monkeypatch.setattr("packhorse.store.durable.MIN_QUOTA", 0)
+    assert ask(store, hut, QUESTION, family="qwen3") == 0
+    capsys.readouterr()
+    reused = []
+    for _ in range(2):
+        assert ask(store, hut, QUESTION, "--disk", "1.5MiB", "--json", family="qwen3") == 0
+        told = json.loads(capsys.readouterr().out)
+        [warning] = [note for note in told["notes"] if note.startswith("Warning")]
+        assert re.search(r"takes 1\.\d+ MiB, and the store has room for 1\.\d+ MiB\. Give the store", warning)
+        reused.append(told["usage"]["reused_tokens"])
+    assert 256 < reused[0] == reused[1] < 900
+    [document] = cache(capsys, "ls", "--store", store)["documents"]
+    assert document["stored_tokens"] == reused[0] == 960 - document["lost_tokens"]
+
+
 def changed(tmp_path: Path, what: str) -> Path:
     """The model with one thing about it changed."""
     folder = Path(shutil.copytree(shared_folder("qwen3_5", PLAIN), tmp_path / "model"))
@@ -218,7 +237,9 @@ def test_cache(tmp_path, capsys, hut):
     assert parted["label"] == "hut.txt" and parted["after"].endswith("warden. The ")
     assert parted["asked_text"].startswith("barn") and parted["stored_text"].startswith("hut")
     assert cli.run(["cache", "ls", "--store", str(store)]) == 0
-    assert inn in capsys.readouterr().out
+    heading, *rows, shared = capsys.readouterr().out.partition("\nrecords:")[0].splitlines()
+    assert heading.split()[:4] == ["id", "tokens", "size", "last"] and shared.startswith("What several")
+    assert sum(inn in row for row in rows) == 1 and not any("not stored" in row for row in rows)
     assert cli.run(["cache", "rm", last, "--store", str(store)]) == RefusedError.exit_code
     assert f"is pinned.\nFirst: packhorse cache unpin {last} --store" in capsys.readouterr().err
     for little in (last[:3], "doc", "doc-" + document["id"][4:7]):
@@ -230,6 +251,12 @@ def test_cache(tmp_path, capsys, hut):
     [(pinned, left)] = index.execute("SELECT total(pinned), count(*) FROM records")
     assert pinned == 0 < left, "the document needs some of it, and is not pinned"
     index.close()
+    index = sqlite3.connect(store / "index.sqlite")
+    index.execute("DELETE FROM records WHERE kind = 'pages'")
+    index.commit()
+    index.close()
+    assert cli.run(["cache", "ls", "--store", str(store)]) == 0
+    assert "inn.txt  1,024 tokens of it are not stored" in capsys.readouterr().out
     next((store / "models").glob("*/*")).write_bytes(b"x")
     assert cli.run(["cache", "verify", "--store", str(store)]) == 4
     assert "1 files" in capsys.readouterr().err

@@ -216,11 +216,12 @@ def find_prefix(store: DurableStore, name: str) -> Prefix:
 
 def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
     """A prefix as a JSON-ready document. bytes: of all that it needs, shared or not. stored_tokens: of its tokens
-    those whose pages are still there. computes_in, kv: how it was read. for_a_key: it is a server's, read for a bearer
-    key."""
+    those whose pages are there; lost_tokens: those whose pages are not. computes_in, kv: how it was read. for_a_key:
+    it is a server's, read for a bearer key."""
     records = store.records_of(prefix)
     page_bytes = store.page_bytes(prefix.model)
     whole = len(prefix.tokens) // page_bytes * page_bytes // 4  # what pages hold
+    stored = min(whole, max((r.stop for r in records), default=0))
     about = store.models()[prefix.model]
     return {
         "id": prefix.document or prefix.key.hex()[:12],
@@ -228,7 +229,8 @@ def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
         "model": about["name"],
         **{name: about[name] for name in ("computes_in", "kv") if name in about},
         "tokens": len(prefix.tokens) // 4,
-        "stored_tokens": min(whole, max((r.stop for r in records), default=0)),
+        "stored_tokens": stored,
+        "lost_tokens": whole - stored,
         "bytes": sum(r.num_bytes for r in records),
         "pinned": bool(prefix.pinned),
         "for_a_key": prefix.root != root_of(store, prefix.model, ""),
@@ -327,12 +329,18 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
 
 def show(found: dict[str, Any]) -> None:
     """Print a document as lines for people."""
-    for prefix in (*found.get("documents", ()), *found.get("prefixes", ())):
+    prefixes = (*found.get("documents", ()), *found.get("prefixes", ()))
+    if prefixes:
+        print(f"{'id':<36}  {'tokens':>9}  {'size':>11}  {'last used':<16}  model (KV)  name")
+    for prefix in prefixes:
+        lost = f"  {prefix['lost_tokens']:,} tokens of it are not stored" if prefix["lost_tokens"] else ""
         print(
-            f"{prefix['id']}  {prefix['tokens']:>9,} tokens  {format_bytes(prefix['bytes']):>11}  "
+            f"{prefix['id']:<36}  {prefix['tokens']:>9,}  {format_bytes(prefix['bytes']):>11}  "
             f"{prefix['last_used']}  {'pinned  ' if prefix['pinned'] else ''}{prefix['model']} "
-            f"({prefix.get('kv', '?')})  {prefix['label']}"
+            f"({prefix.get('kv', '?')})  {prefix['label']}{lost}"
         )
+    if prefixes:
+        print("What several of these share is in the size of each.")
     for name, value in found.items():
         if name == "damaged":
             print(f"damaged: {len(value)}")

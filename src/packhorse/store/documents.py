@@ -122,7 +122,7 @@ def add_document(disk: DurableStore, model: int, new: NewDocument) -> StoredDocu
 
 def check_fits(disk: DurableStore, model: int, new: NewDocument, need: int) -> None:
     """Raises DoesNotFitError where a document that is about to be read can never be kept: its text and tokens are more
-    than the index may hold, or what is not there yet of its `need` bytes of pages and state than there is room for."""
+    than the index may hold, or there is no room for its `need` bytes of pages and state."""
     share = disk.quota // PREFIX_SHARE
     taken = len(new.tokens) + len(zlib.compress(new.text.encode())) + len(json.dumps(new.pages))
     if taken > share:
@@ -131,8 +131,8 @@ def check_fits(disk: DurableStore, model: int, new: NewDocument, need: int) -> N
     chain = partial(chain_value, disk.secret)
     walked = walk([disk], new.root, new.tokens, num_pages, disk.page_bytes(model), chain)
     missing = need - need * walked.num_pages // max(num_pages, 1)
-    if missing > disk.room():
-        raise no_room("The document takes", missing, disk.room(), _more(disk, missing))
+    if not disk.has_room(missing, need):
+        raise no_room("The document takes", need, disk.room(), _more(disk, need))
 
 
 def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *, with_state: bool) -> None:

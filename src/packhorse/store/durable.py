@@ -289,6 +289,11 @@ class DurableStore:
         free = self.files.free_bytes(self.folder) - self.reserve + held - pinned
         return max(0, room if by_quota else min(room, free))
 
+    def has_room(self, missing: int, whole: int) -> bool:
+        """Whether a chain of `whole` bytes, `missing` of which are not there, can be: not where what is written of it
+        would make what is there of it go."""
+        return missing <= self.room() and whole <= self.room() + self._sum("bytes", "pinned")
+
     def write(self, model: int, images: Sequence[Image]) -> bool:
         """Make images durable, in order; True: they are. Those that are there already, and whole, are left alone.
 

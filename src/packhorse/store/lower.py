@@ -598,10 +598,10 @@ class LowerTiers:
         )
         job.keys = [*walked.keys, *rest]
         there = self.disk.states([entry.key for entry in job.entries])
+        held = job.next_page * self._page_size + len(there) * self._tier.geometry.state_bytes
+        whole = num_pages * self._page_size + len(job.entries) * self._tier.geometry.state_bytes
         job.entries = [entry for entry in job.entries if entry.key not in there]
-        size = (num_pages - job.next_page) * self._page_size
-        size += len(job.entries) * self._tier.geometry.state_bytes
-        if size > self.disk.room():
+        if not self.disk.has_room(whole - held, whole):
             self.counters["skipped_large"] += 1
             return False
         return True
