@@ -673,6 +673,11 @@ def test_a_profile_of_ones_own(tmp_path):
         with pytest.raises(CorruptFileError, match=r"mine\.json.*docs/plan\.md") as caught:
             read_profile(str(file))
         assert "fetch" not in caught.value.hint
+    file.write_text(
+        json.dumps({"lnk": values["link"], **{key: values[key] for key in values if key != "link"}})
+    )
+    with pytest.raises(CorruptFileError, match=r"mine\.json does not say link\.gb_s"):
+        read_profile(str(file))
     file.write_text(json.dumps(values | {"drive": "tape"}))
     with pytest.raises(UsageError, match="tape"):
         read_profile(str(file))

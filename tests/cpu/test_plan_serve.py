@@ -226,5 +226,6 @@ def test_a_plan_for_another_model_and_options_beside_it(save):
 @pytest.mark.parametrize("text", ["{}", '{"version": 99}', "[]", "no"])
 def test_files_that_are_no_plans(text, tmp_path):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(CorruptFileError):
+    with pytest.raises(CorruptFileError, match="is no plan of version 1") as caught:
         read_saved(tmp_path / "plan.json")
+    assert "packhorse plan MODEL --json > FILE" in caught.value.hint

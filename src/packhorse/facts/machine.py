@@ -176,7 +176,7 @@ def _rate(top: Fields, key: str) -> float:
         if value not in known:
             raise UsageError(f"{key} {value!r} is not known.", hint=f"Known are {', '.join(known)}.")
         return 1e9 * float(known[value]["gb_s"])
-    return 1e9 * (top.table(key) or Fields({}, top.file)).number("gb_s", low=1e-3, high=1e6)
+    return 1e9 * (top.table(key) or Fields({}, top.file, f"{key}.")).number("gb_s", low=1e-3, high=1e6)
 
 
 def with_caps(machine: Machine, *, vram: int | None, ram: int | None, disk: int | None) -> Machine:

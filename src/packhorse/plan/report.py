@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ def read_saved(file: Path) -> dict[str, Any]:
     Raises CorruptFileError for another kind of file, DoesNotFitError where the plan does not fit, UsageError where
     the engine cannot run it, with what it lacks.
     """
-    document = read_object(file)
+    document: dict[str, Any] = {}
+    with suppress(CorruptFileError):
+        document = read_object(file)
     if document.get("version") != VERSION or not {"engine", "fits", "model"} <= set(document):
         raise CorruptFileError(
             f"{file} is no plan of version {VERSION}.", hint="Write one: packhorse plan MODEL --json > FILE."
