@@ -424,8 +424,14 @@ def test_load(tokenizer, tmp_path):
     own = ChatTemplate.load(make_facts(LLAMA3_LIKE), tokenizer)
     assert own.render([USER]).startswith("<|bos|><|start_header_id|>")
     file = tmp_path / "t.jinja"
-    file.write_bytes("\ufeff{{ eos_token }}é".encode())
-    assert ChatTemplate.load(make_facts(None), tokenizer, file).render([USER]) == "<|im_end|>é"
+    file.write_bytes("\ufeff{{ eos_token }}é{{ messages[0].content }}".encode())
+    text = ChatTemplate.load(make_facts(None), tokenizer, file).render([USER])
+    assert text == "<|im_end|>é" + USER["content"]
+    file.write_text("{{ raise_exception('a system message first') }}")
+    assert ChatTemplate.load(make_facts(None), tokenizer, file).source.startswith("{{ raise")
+    file.write_text("# How to install\nAny question? Which number? {{ messages | length }}")
+    with pytest.raises(TokenizerError, match=r"t\.jinja writes a prompt without the question"):
+        ChatTemplate.load(make_facts(None), tokenizer, file)
     with pytest.raises(TokenizerError, match=r"tiny comes without a chat template.*--chat-template FILE"):
         ChatTemplate.load(make_facts(None), tokenizer)
     file.write_bytes(b"\xff\xfe")

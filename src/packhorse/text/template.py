@@ -7,6 +7,7 @@ the sum of these. Helpers and settings are those that transformers gives them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
@@ -46,6 +47,9 @@ MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio
 MAX_DATE_FORMAT = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
+PROBE = "Which number follows 48213?"
+"""A question that a template has to write."""
+
 Message = Mapping[str, Any]
 
 
@@ -79,17 +83,27 @@ class ChatTemplate:
     def load(cls, facts: ModelFacts, tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate:
         """The template in `file`, else the model's own.
 
-        Raises TokenizerError where neither exists or it does not compile.
+        Raises TokenizerError where neither exists, it does not compile, or that of the file leaves out what is asked.
         """
         if file is not None:
             try:
-                return cls(file.read_text(encoding="utf-8-sig"), tokenizer.special_tokens)
+                template = cls(file.read_text(encoding="utf-8-sig"), tokenizer.special_tokens)
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(
                     f"The chat template {file} cannot be read: {error}.",
                     hint="Give a Jinja template as a UTF-8 text file.",
                     path=str(file),
                 ) from error
+            with contextlib.suppress(
+                InvalidRequestError
+            ):  # one that wants another chat says so when it gets one
+                if PROBE not in template.render([{"role": "user", "content": PROBE}]):
+                    raise TokenizerError(
+                        f"The chat template {file} writes a prompt without the question.",
+                        hint="Give a Jinja template that writes the content of `messages`.",
+                        path=str(file),
+                    )
+            return template
         if facts.chat_template is None:
             raise TokenizerError(
                 f"{facts.name} comes without a chat template.",
