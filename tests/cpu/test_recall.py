@@ -438,6 +438,14 @@ def test_command_prints_a_summary_and_writes_both_files(tmp_path, capfd):
     assert "100%" in html.read_text()
     assert main.run([*args, "--report", str(report), "--against", str(report)]) == 0
     assert "2 pairs, 0 right here alone, 0 there alone, McNemar p 1" in capfd.readouterr().out
+    # Another length beside those: what is shown is what was asked for, and what is kept is all.
+    args[args.index("512")] = "256"
+    assert main.run([*args, "--report", str(report), "--html", str(html), "--json"]) == 0
+    printed = capfd.readouterr()
+    assert [(row["length"], row["n"]) for row in json.loads(printed.out)["summary"]] == [(256, 2)]
+    assert "r.json holds 0 of 2 answers, and 2 to what is not asked now" in printed.err
+    assert "<th>256" in html.read_text() and "<th>512" not in html.read_text()
+    assert {record["length"] for record in read_report(report)["records"]} == {256, 512}
 
 
 def test_command_compares_features_and_climbs(capfd):

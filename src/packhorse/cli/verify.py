@@ -191,7 +191,7 @@ def run_recall(
 ) -> None:
     """Ask the grid, then print the summary and write the files."""
     from packhorse.verify.compare import ask_pairs
-    from packhorse.verify.recall import Report, compare, read_report, run_grid, settings_of
+    from packhorse.verify.recall import Report, compare, read_report, run_grid, settings_of, trial_key
     from packhorse.verify.report import render_html
 
     earlier = None if against is None else read_report(against)["records"]
@@ -199,9 +199,14 @@ def run_recall(
     report = Report(report_file, settings_of(asker.session, grid, haystack, names))
     for feature in features:
         feature.records = report.features.setdefault(feature.name, feature.records)
+    asked = {trial_key(trial) for trial in grid.trials()}
     if report.records:
-        note(f"{report_file} holds {len(report.records):,} answers; going on from there.")
+        have = sum(trial_key(record) in asked for record in report.records)
+        rest = len(report.records) - have
+        more = f", and {rest:,} to what is not asked now: they stay in it, unseen" if rest else ""
+        note(f"{report_file} holds {have:,} of {len(asked):,} answers{more}.")
     run_grid(asker, grid, report, progress(), lambda sample: ask_pairs(asker, features, sample))
+    report.records = [record for record in report.records if trial_key(record) in asked]
     document = report.document()
     comparison = None if earlier is None else compare(report.records, earlier)
     rows = [feature.row(report.records) for feature in features]
