@@ -670,14 +670,21 @@ def test_other_addresses_need_keys():
 def test_configuration_file(tmp_path):
     file = tmp_path / "host.toml"
     file.write_text(
-        '[server]\nport = 9000\nbody_limit = "2MiB"\n[engine]\nsequences = 3\ncontext = 1024\n'
+        '[server]\nport = 9000\nbody_limit = "2MiB"\ncors = ["http://a.b"]\ngrace = 2\n'
+        '[engine]\nsequences = 3\ncontext = 1024\nram = "1GiB"\nkeep_days = 3\nstore = "kept"\n'
         '[models."m"]\nname = "short"\ncontext = 2048\n'
         'sampling = {temperature = 0.5}\nchat_template = "t.jinja"\n'
-        '[models."other"]\ncontext = 7\n'
+        '[models."other"]\ncontext = "not looked at"\n'
     )
     server, model = load_config(file, "m", {"port": 9001, "queue": None}, {"sequences": 5, "dtype": None})
     assert (server.port, server.body_limit, server.queue) == (9001, 2 << 20, 64)
     assert (model.engine.sequences, model.engine.context, model.name) == (5, 2048, "short")
+    assert (
+        model.engine.ram == 1 << 30
+        and model.engine.keep_days == 3
+        and model.engine.store == tmp_path / "kept"
+    )
+    assert server.cors == ("http://a.b",) and server.grace == 2
     assert model.sampling == {"temperature": 0.5} and model.chat_template == tmp_path / "t.jinja"
     assert load_config(None, "m", {}, {})[1] == ModelConfig()
 
@@ -691,7 +698,14 @@ def test_configuration_file(tmp_path):
         ('[models."m"]\nfoo = 1', "foo"),
         ("[server]\nport = 70000", "70000"),
         ("[engine]\nsequences = 0", "sequences is 0"),
-        ('[engine]\nsequences = "4"', "wrong type"),
+        ('[engine]\nsequences = "4"', "sequences is '4': Input should be a valid integer"),
+        ('[engine]\ncontext = "big"', "context is 'big': Input should be a valid integer"),
+        ("[engine]\nexact = 1", "exact is 1: Input should be a valid boolean"),
+        ("[engine]\nstore = 5", "store is 5"),
+        ('[engine]\nram = "much"', "much"),
+        ('[server]\ncors = "http://a.b"', "cors is 'http://a.b'"),
+        ("[server]\napi_key_file = 3", "api_key_file is 3"),
+        ('[models."m"]\nchat_template = 7', "chat_template is 7"),
         ('[models."m"]\nsampling = {temperature = -1}', "temperature is -1"),
         ('[models."m"]\nsampling = {heat = 1}', "unknown setting"),
         ("models = 3", "not a section"),

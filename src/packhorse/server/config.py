@@ -17,11 +17,14 @@ Options of the command line win over the model's section, that over [engine].
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError
@@ -29,6 +32,7 @@ from packhorse.core.types import SamplingParams
 from packhorse.core.units import MIB, parse_bytes
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SIZES = {"ram", "disk", "vram", "body_limit", "document_limit"}
 SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 }  # fmt: skip
@@ -117,26 +121,21 @@ def load_config(
     section = models.get(model, {}) if isinstance(models, dict) else None
     merged |= _section(section, f'models."{model}"', engine_names | own_names)
     merged |= {k: v for k, v in model_options.items() if v is not None}
+    _check_types(server_fields, ServerConfig)
+    _check_types(merged, EngineConfig, ModelConfig)
     own = {k: merged.pop(k) for k in own_names if k in merged}
     if own.get("chat_template") is not None:
         own["chat_template"] = base / own["chat_template"]
     if server_fields.get("api_key_file") is not None:
         server_fields["api_key_file"] = base / server_fields["api_key_file"]
-    for name in ("ram", "disk", "vram"):
-        if isinstance(merged.get(name), str):
-            merged[name] = parse_bytes(merged[name])
+    for values in (server_fields, merged):
+        values |= {k: parse_bytes(v) for k, v in values.items() if k in SIZES and isinstance(v, str)}
     if merged.get("store") is not None:
         merged["store"] = base / merged["store"]
-    for name in ("body_limit", "document_limit"):
-        if isinstance(server_fields.get(name), str):
-            server_fields[name] = parse_bytes(server_fields[name])
     if "cors" in server_fields:
         server_fields["cors"] = tuple(server_fields["cors"])
     _check_defaults(own)
-    try:
-        return ServerConfig(**server_fields), ModelConfig(engine=EngineConfig(**merged), **own)
-    except TypeError as error:
-        raise UsageError(f"A setting has a value of the wrong type: {error}.", hint=_HINT) from error
+    return ServerConfig(**server_fields), ModelConfig(engine=EngineConfig(**merged), **own)
 
 
 _HINT = "docs/server.md lists the settings."
@@ -158,6 +157,18 @@ def _section(section: Any, name: str, known: set[str]) -> dict[str, Any]:
             f"[{name}] has no setting {unknown[0]!r}.", hint=f"It knows {', '.join(sorted(known))}."
         )
     return dict(section)
+
+
+def _check_types(values: Mapping[str, Any], *kinds: type) -> None:
+    """Raises UsageError where a value is not of its field's type, as JSON has it; sizes may be words."""
+    hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+    for name, value in values.items():
+        if not (name in SIZES and isinstance(value, str)):
+            try:
+                TypeAdapter(hints[name]).validate_json(json.dumps(value, default=str), strict=True)
+            except ValidationError as error:
+                wrong = error.errors()[0]["msg"]
+                raise UsageError(f"The setting {name} is {value!r}: {wrong}.", hint=_HINT) from error
 
 
 def _check_defaults(own: Mapping[str, Any]) -> None:
