@@ -266,6 +266,20 @@ def test_cache(tmp_path, capsys, hut):
     assert not store.exists()
 
 
+def test_why_says_how_it_was_read(tmp_path, capsys, hut):
+    """What agrees to the last token is of no use to a request in another codec."""
+    store, model = tmp_path / "s", str(shared_folder("qwen3", PLAIN))
+    for kv, ways in (("bf16", ["bf16"]), ("fp16", ["bf16", "fp16"])):
+        assert ask(store, hut, "--kv", kv, QUESTION, family="qwen3") == 0
+        capsys.readouterr()
+        told = cache(capsys, "why", model, QUESTION, "--document", hut, "--store", store)
+        assert told["reason"] == "all that is stored agrees"
+        assert (
+            told["only_for"]
+            == f"requests in {', or in '.join(f'fp32 with K and V in {way}' for way in ways)}"
+        )
+
+
 def test_what_cannot_be_deleted_is_refused(tmp_path, capsys, monkeypatch):
     """As on a file system that cannot be written."""
     DurableStore(tmp_path / "s", quota=1 << 30).close()

@@ -285,23 +285,22 @@ def read_request(store: DurableStore, file: Path) -> dict[str, Any]:
 
 
 def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]:
-    """The stored prefix that a chat goes furthest with, whoever's it is and however it was computed, and where and
-    how they part. chat: messages and tools."""
+    """The stored prefix that a chat goes furthest with, whoever's it is and however it was computed, where and how
+    they part, and how it, and others that go as far, were computed. chat: messages and tools."""
     facts = read_model(path)
     tokenizer = Tokenizer.load(facts)
     template = ChatTemplate.load(facts, tokenizer, None)
     ids, _ = mark_positions(template, tokenizer, **chat)
-    best: tuple[int, Prefix] | None = None
+    agreed: dict[int, list[Prefix]] = {}
     for prefix in store.prefixes():
         if store.models()[prefix.model]["name"] == facts.name:
-            stored = array("I", prefix.tokens)
-            agreed = next((i for i, (a, b) in enumerate(zip(ids, stored, strict=False)) if a != b), None)
-            length = min(len(ids), len(stored)) if agreed is None else agreed
-            if best is None or length > best[0]:
-                best = length, prefix
-    if best is None:
+            pairs = zip(ids, array("I", prefix.tokens), strict=False)
+            length = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prefix.tokens) // 4)
+            agreed.setdefault(min(len(ids), length), []).append(prefix)
+    if not agreed:
         return {"tokens": len(ids), "agreed_tokens": 0, "reason": f"nothing of {facts.name} is stored"}
-    length, prefix = best
+    length = max(agreed)
+    prefix = agreed[length][0]
     prompt = tokenizer.decode(ids, skip_special=False)
     position = len(tokenizer.decode(ids[:length], skip_special=False))
     line = prompt[prompt.rfind("\n", 0, position) + 1 :].partition("\n")[0]
@@ -310,6 +309,8 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
     reason = "the texts differ" if kind is None else f"a line that changes each time ({kind})"
     if length == len(stored):
         reason = "all that is stored agrees"
+    abouts = [store.models()[other.model] for other in agreed[length]]
+    ways = {f"{about.get('computes_in', '?')} with K and V in {about.get('kv', '?')}" for about in abouts}
 
     def text(tokens: Any) -> str:
         return tokenizer.decode(list(tokens), skip_special=False)
@@ -321,6 +322,7 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
         "position": position,
         "volatile": [f"{v.kind} at {v.position}: {v.text}" for v in find_volatile(prompt)],
         "reason": reason,
+        "only_for": f"requests in {', or in '.join(sorted(ways))}",
         "after": text(ids[max(0, length - 24) : length]),
         "asked_text": text(ids[length : length + 24]),
         "stored_text": text(stored[length : length + 24]),
