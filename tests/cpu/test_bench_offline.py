@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -389,7 +390,8 @@ def test_command(tmp_path, capsys):
     kept = json.loads((tmp_path / "one.json").read_text())
     assert set(kept) == set(document)
     assert cli.run(["bench", "compare", "--history", str(tmp_path)]) == 0
-    assert "decode tok/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "decode tok/s" in shown and re.search(r"used bytes +[\d.]+ MiB +[\d.]+ MiB ", shown)
     assert cli.run(["bench", "compare", "1", "2", "--json", "--history", str(tmp_path)]) == 0
     assert len(json.loads(capsys.readouterr().out)["differences"]) == 6
 

@@ -16,7 +16,7 @@ from packhorse.bench.report import table
 from packhorse.cli.common import check_file, check_folder, find_model, note, print_json, write_file, writing
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError
-from packhorse.core.units import parse_bytes
+from packhorse.core.units import format_bytes, parse_bytes
 from packhorse.facts.read import read_model
 
 
@@ -91,8 +91,9 @@ def run_compare(first: str | None, second: str | None, history_folder: Path | No
         note("The runs differ in model or settings: only what both have is compared.")
     print(f"{before['time']} {before['commit']}  ->  {after['time']} {after['commit']}")
     for one in found:
-        print(f"{one.where:<40} {one.figure:<15} {one.before:>14.6g} {one.after:>14.6g} {one.change:>+8.1%}  "
-              f"{one.verdict}")  # fmt: skip
+        both = (one.before, one.after)
+        old, new = (format_bytes(int(v)) if one.figure.endswith("bytes") else f"{v:.6g}" for v in both)
+        print(f"{one.where:<40} {one.figure:<15} {old:>14} {new:>14} {one.change:>+8.1%}  {one.verdict}")
 
 
 def _folder(given: Path | None) -> Path:

@@ -47,7 +47,7 @@ MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio
 MAX_DATE_FORMAT = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-PROBE = "Which number follows 48213?"
+_PROBE = "Which number follows 48213?"
 """A question that a template has to write."""
 
 Message = Mapping[str, Any]
@@ -97,7 +97,7 @@ class ChatTemplate:
             with contextlib.suppress(
                 InvalidRequestError
             ):  # one that wants another chat says so when it gets one
-                if PROBE not in template.render([{"role": "user", "content": PROBE}]):
+                if _PROBE not in template.render([{"role": "user", "content": _PROBE}]):
                     raise TokenizerError(
                         f"The chat template {file} writes a prompt without the question.",
                         hint="Give a Jinja template that writes the content of `messages`.",
