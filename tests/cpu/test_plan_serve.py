@@ -196,6 +196,13 @@ def test_files_are_planned_as_they_are_where_these_run():
         assert plan.recipe.name == "int4-rtn" and plan.executable
         assert any(command in text for text in plan.warnings)
     assert solve(large, read_profile("a40"), Wishes(prefer="quality", context=8192)).recipe.name == "int8-rtn"
+    # Another model is planned in four bits by itself: the recipe that is meant is said.
+    others = [
+        offer.change
+        for offer in solve(large, card, Wishes(context=8192)).alternatives
+        if "model" in offer.change
+    ]
+    assert others and all("recipe" in change for change in others)
     named = solve(known_model("qwen3-32b"), read_profile("rtx-3090"), Wishes(recipe="int4-rtn", context=8192))
     assert named.executable and not any("convert" in text for text in named.warnings)
 

@@ -190,14 +190,13 @@ def table(plan: Plan, tariff: float | None = None) -> str:
 def _lines(plan: Plan, tariff: float | None) -> Iterator[str]:
     where, job = plan.placement, plan.placement.job
     users = f" x {job.sequences}" if job.sequences > 1 else ""
-    verdict = "fits" if plan.executable else "the engine cannot run it" if plan.fits else "DOES NOT FIT"
-    name = f"{plan.facts.name} on {plan.machine.name}"
-    yield f"{name}: {job.context:,} tokens{users}, {plan.recipe.name}, KV {job.kv}: {verdict}"
     short = [f"{format_bytes(size)} short in {name}" for name, size in where.shortfall.items()]
     if job.context > reach(plan.facts):
         short.append(f"the model reaches {reach(plan.facts):,} tokens at most")
-    if short:
-        yield f"DOES NOT FIT: {', '.join(short)}"
+    verdict = "fits" if plan.executable else "the engine cannot run it"
+    verdict = f"DOES NOT FIT: {', '.join(short)}" if short else verdict
+    name = f"{plan.facts.name} on {plan.machine.name}"
+    yield f"{name}: {job.context:,} tokens{users}, {plan.recipe.name}, KV {job.kv}: {verdict}"
     if plan.unbuilt:
         yield "modelled, not executable: " + "; ".join(plan.unbuilt)
     yield ""

@@ -280,7 +280,8 @@ class _Offers:
         card = self._machine.card is not None
         recipes: list[dict[str, Any]] = [{"recipe": other} for other in self._recipes]
         # The recipe of another model is named where that model's own may be another.
-        kept = not card and wishes.recipe is None and not plan.recipe.from_files
+        by_default = wishes.recipe is None and not plan.recipe.from_files
+        kept = by_default and bool(plan.facts.tensors or not card)
         own: list[dict[str, Any]] = [{"recipe": plan.recipe.name}] if kept else [{}]
         preferred = PREFERENCES[wishes.prefer][1]
         small = [{"recipe": preferred}] if plan.recipe.name != preferred else []
@@ -311,14 +312,12 @@ class _Offers:
         for bases in ([{}, *formats_exist], models):
             alike = [offer for offer in found if ("model" in offer.change) == (bases is models)]
             if not any(offer.built for offer in alike):
-                tried: list[Alternative] = []
-                for change in ({**base, **more} for more in self._changes() for base in bases):
-                    tried += [offer] if (offer := self._offer(change)) is not None else []
-                    if tried and tried[-1].built:
-                        yield tried[-1]
-                        break
-                else:
-                    yield from tried[: not (alike or plan.fits)]
+                every = (self._offer({**base, **more}) for more in self._changes() for base in bases)
+                first = next((offer for offer in every if offer is not None), None)
+                built = (offer for offer in chain([first], every) if offer is not None and offer.built)
+                offer = next(built, None if alike or plan.fits else first)
+                if offer is not None:
+                    yield offer
 
     def _changes(self) -> list[dict[str, Any]]:
         """What may be changed together beside a recipe or a model: memory last, a shorter context before it."""
@@ -341,14 +340,10 @@ class _Offers:
         least = 1.5 * plan.times[EXPECTED].decode_tok_s_end if plan.fits else 0.0
         tried = [self._offer(change) for change in changes]
         found = [offer for offer in tried if offer is not None]
-        built = [
-            offer
-            for offer in found
-            if offer.built and (plan.unbuilt or offer.times.decode_tok_s_end >= least)
-        ]
+        faster = [offer for offer in found if offer.times.decode_tok_s_end >= least]
+        built = [offer for offer in (found if plan.unbuilt else faster) if offer.built]
         # Where it fits and is fast, what the engine runs is all that it lacks.
-        slow = plan.crawls and not built
-        found = [offer for offer in found if offer.times.decode_tok_s_end >= least] if slow else built
+        found = built or (faster if plan.crawls else [])
         walks = [offer for offer in found if offer.times.decode_tok_s_end >= CRAWL]
         return walks[0] if walks else max(found, key=lambda offer: offer.times.decode_tok_s_end, default=None)
 
@@ -377,9 +372,8 @@ class _Offers:
             most = min(reach(facts), job.context)
             if not place(footprint, capped, replace(job, context=min(SHORT, most))).fits:
                 return None
-            change["context"] = _longest_run(footprint, capped, job, most) or longest(
-                footprint, capped, job, most
-            )
+            asked = footprint, capped, job, most
+            change["context"] = _longest_run(*asked) or longest(*asked)
         job = replace(job, context=change.get("context", job.context))
         placement = place(footprint, capped, job)
         if not placement.fits or not job.host_kv <= job.context <= reach(facts):
