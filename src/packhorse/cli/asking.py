@@ -9,9 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from packhorse.cli.common import find_model, progress_bar, title
+from packhorse.cli.common import find_model, option, progress_bar, title
 from packhorse.core.config import EngineConfig
 from packhorse.core.types import FinishReason, SamplingParams
 from packhorse.facts.read import read_model
@@ -26,92 +24,63 @@ if TYPE_CHECKING:
 
 DocumentOption = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--document", metavar="FILE", help="A .txt, .md or .pdf file to read first; may be repeated."
-    ),
+    option("--document", "FILE", "A .txt, .md or .pdf file to read first; may be repeated."),
 ]
-SystemOption = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="The system message.", show_default=False)
-]
+SystemOption = Annotated[str | None, option("--system", "TEXT", "The system message.")]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(
+    option(
         "--temperature",
-        metavar="X",
-        help="0 takes the likeliest token each time. [default: the model's own, 0 without one]",
+        "X",
+        "0 takes the likeliest token each time. [default: the model's own, 0 without one]",
     ),
 ]
 TopPOption = Annotated[
-    float | None,
-    typer.Option("--top-p", metavar="X", help="Draw from the likeliest tokens up to this share."),
+    float | None, option("--top-p", "X", "Draw from the likeliest tokens up to this share.")
 ]
-TopKOption = Annotated[
-    int | None, typer.Option("--top-k", metavar="N", help="Draw from this many tokens; 0: all.")
-]
+TopKOption = Annotated[int | None, option("--top-k", "N", "Draw from this many tokens; 0: all.")]
 MinPOption = Annotated[
-    float | None,
-    typer.Option("--min-p", metavar="X", help="Drop tokens below this share of the likeliest one's."),
+    float | None, option("--min-p", "X", "Drop tokens below this share of the likeliest one's.")
 ]
-SeedOption = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="The same draw each time. [default: a new one]")
-]
+SeedOption = Annotated[int | None, option("--seed", "N", "The same draw each time. [default: a new one]")]
 MaxTokensOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--max-tokens",
-        metavar="N",
-        help="Tokens of an answer at most. [default: what the window leaves, at most 512, or 4096 where the "
-        "model may think]",
+        "N",
+        "Tokens of an answer at most. [default: what the window leaves, at most 512, or "
+        "4096 where the model may think]",
     ),
 ]
 ContextOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--context",
-        metavar="N",
-        help="Tokens of prompt and answer together. [default: the model's window, as far as memory goes]",
+        "N",
+        "Tokens of prompt and answer together. [default: the model's window, as far as memory goes]",
     ),
 ]
 ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", metavar="N", help="CPU threads. [default: OMP_NUM_THREADS, else physical cores]"
-    ),
+    int | None, option("--threads", "N", "CPU threads. [default: OMP_NUM_THREADS, else physical cores]")
 ]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="What to compute in: auto, fp32, bf16 or fp16.", show_default=True)
-]
+DtypeOption = Annotated[str, option("--dtype", None, "What to compute in: auto, fp32, bf16 or fp16.")]
 KvOption = Annotated[
-    str,
-    typer.Option(
-        "--kv", help="How K and V are stored: auto, fp16, bf16, fp8, k5v4 or k4v4.", show_default=True
-    ),
+    str, option("--kv", None, "How K and V are stored: auto, fp16, bf16, fp8, k5v4 or k4v4.")
 ]
 WeightsOption = Annotated[
-    str,
-    typer.Option(
-        "--weights",
-        help="Weights stored in few bits: auto, packed (as they are) or unpacked.",
-        show_default=True,
-    ),
+    str, option("--weights", None, "Weights stored in few bits: auto, packed (as they are) or unpacked.")
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.", show_default=True)]
+DeviceOption = Annotated[str, option("--device", None, "cpu, cuda or cuda:N.")]
 AsArchOption = Annotated[
     int | None,
-    typer.Option(
-        "--as-arch", metavar="75", help="Treat the card as a Turing one (7.5), to try what such a card does."
-    ),
+    option("--as-arch", "75", "Treat the card as a Turing one (7.5), to try what such a card does."),
 ]
-ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Reuse and chunking change no bit; fp32, slower.", show_default=False)
-]
+ExactOption = Annotated[bool, option("--exact", None, "Reuse and chunking change no bit; fp32, slower.")]
 ThinkOption = Annotated[
-    Think | None,
-    typer.Option("--think", help="Whether a model that can think does. [default: its template's]"),
+    Think | None, option("--think", None, "Whether a model that can think does. [default: its template's]")
 ]
 ChatTemplateOption = Annotated[
-    Path | None,
-    typer.Option("--chat-template", metavar="FILE", help="A Jinja template in place of the model's own."),
+    Path | None, option("--chat-template", "FILE", "A Jinja template in place of the model's own.")
 ]
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")

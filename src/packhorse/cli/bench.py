@@ -19,6 +19,7 @@ from packhorse.cli.common import (
     check_file,
     given_names,
     note,
+    option,
     print_json,
     write_file,
 )
@@ -35,10 +36,6 @@ class What(StrEnum):
     COMPARE = "compare"
 
 
-def _option(name: str, metavar: str | None, text: str) -> Any:
-    return typer.Option(name, metavar=metavar, help=text)
-
-
 def _argument(name: str, text: str) -> Any:
     return typer.Argument(metavar=name, help=text)
 
@@ -48,21 +45,21 @@ WhatArgument = Annotated[
 ]
 First = Annotated[str | None, _argument("[TARGET]", "offline: the model. synth: the folder. compare: a run.")]
 Second = Annotated[str | None, _argument("[AFTER]", "compare: the later run; TARGET is the earlier one.")]
-Against = Annotated[str | None, _option("--against", "URL", "serve: the server's address.")]
-Like = Annotated[str | None, _option("--like", "NAME", "synth: the model to take the shapes of.")]
-RecipeName = Annotated[str, _option("--recipe", "NAME", "synth: int4, int8, balanced or a type.")]
-Router = Annotated[str, _option("--router", None, "synth: experts wanted alike (uniform) or not (zipf).")]
-Layers = Annotated[int | None, _option("--layers", "N", "synth: the first N layers. [default: all]")]
-ModelName = Annotated[str | None, _option("--model", None, "serve: [default: the first that it names]")]
-ApiKey = Annotated[str | None, _option("--api-key", None, "serve: a bearer key; else OPENAI_API_KEY.")]
-Requests = Annotated[int, _option("--requests", None, "serve: requests in all.")]
-Clients = Annotated[int, _option("--clients", None, "serve: requests at once, at most.")]
-Rate = Annotated[float | None, _option("--rate", None, "serve: a second. [default: as fast as they end]")]
-PromptWords = Annotated[int, _option("--prompt-words", None, "serve: words of a prompt, about as in tokens.")]
-SharedWords = Annotated[int, _option("--shared-words", None, "serve: words that all prompts begin with.")]
-MaxTokens = Annotated[int, _option("--max-tokens", None, "serve: tokens of an answer.")]
-Seed = Annotated[int, _option("--seed", None, "Of all that is drawn.")]
-Report = Annotated[Path | None, _option("--report", "FILE", "Write the figures as JSON.")]
+Against = Annotated[str | None, option("--against", "URL", "serve: the server's address.")]
+Like = Annotated[str | None, option("--like", "NAME", "synth: the model to take the shapes of.")]
+RecipeName = Annotated[str, option("--recipe", "NAME", "synth: int4, int8, balanced or a type.")]
+Router = Annotated[str, option("--router", None, "synth: experts wanted alike (uniform) or not (zipf).")]
+Layers = Annotated[int | None, option("--layers", "N", "synth: the first N layers. [default: all]")]
+ModelName = Annotated[str | None, option("--model", None, "serve: [default: the first that it names]")]
+ApiKey = Annotated[str | None, option("--api-key", None, "serve: a bearer key; else OPENAI_API_KEY.")]
+Requests = Annotated[int, option("--requests", None, "serve: requests in all.")]
+Clients = Annotated[int, option("--clients", None, "serve: requests at once, at most.")]
+Rate = Annotated[float | None, option("--rate", None, "serve: a second. [default: as fast as they end]")]
+PromptWords = Annotated[int, option("--prompt-words", None, "serve: words of a prompt, about as in tokens.")]
+SharedWords = Annotated[int, option("--shared-words", None, "serve: words that all prompts begin with.")]
+MaxTokens = Annotated[int, option("--max-tokens", None, "serve: tokens of an answer.")]
+Seed = Annotated[int, option("--seed", None, "Of all that is drawn.")]
+Report = Annotated[Path | None, option("--report", "FILE", "Write the figures as JSON.")]
 
 
 _TAKEN = {

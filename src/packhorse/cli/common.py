@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from packhorse.engine.session import Session
     from packhorse.facts.model import ModelFacts
 
+
+def option(name: str, metavar: str | None, text: str) -> Any:
+    """An option of a command, and its line of help."""
+    return typer.Option(name, metavar=metavar, help=text)
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -29,47 +35,25 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+JsonOption = Annotated[bool, option("--json", None, "Print one JSON document.")]
 CacheOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache",
-        metavar="DIR",
-        help="Packhorse's cache folder. [default: $XDG_CACHE_HOME/packhorse]",
-        show_default=False,
-    ),
+    Path | None, option("--cache", "DIR", "Packhorse's cache folder. [default: $XDG_CACHE_HOME/packhorse]")
 ]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
+OfflineOption = Annotated[bool, option("--offline", None, "Never touch the network.")]
 StoreOption = Annotated[
     Path | None,
-    typer.Option(
-        "--store",
-        metavar="DIR",
-        help="Keep what is read in this folder: later processes do not read it again.",
-        show_default=False,
-    ),
+    option("--store", "DIR", "Keep what is read in this folder: later processes do not read it again."),
 ]
-DiskOption = Annotated[
-    str | None,
-    typer.Option("--disk", metavar="SIZE", help="What the store may take. [default: 64GiB]"),
-]
+DiskOption = Annotated[str | None, option("--disk", "SIZE", "What the store may take. [default: 64GiB]")]
 KeepDaysOption = Annotated[
     float | None,
-    typer.Option(
-        "--keep-days", metavar="DAYS", help="Delete what has been in the store for so long. [default: never]"
-    ),
+    option("--keep-days", "DAYS", "Delete what has been in the store for so long. [default: never]"),
 ]
 RamOption = Annotated[
-    str | None,
-    typer.Option(
-        "--ram", metavar="SIZE", help="Host memory for what the KV pool has no room for. [default: none]"
-    ),
+    str | None, option("--ram", "SIZE", "Host memory for what the KV pool has no room for. [default: none]")
 ]
 VramOption = Annotated[
-    str | None,
-    typer.Option(
-        "--vram", metavar="SIZE", help="Of the card, for this process. [default: auto, all that is free]"
-    ),
+    str | None, option("--vram", "SIZE", "Of the card, for this process. [default: auto, all that is free]")
 ]
 
 

@@ -22,6 +22,7 @@ from packhorse.cli.common import (
     VramOption,
     find_model,
     note,
+    option,
     print_json,
     store_fields,
 )
@@ -32,85 +33,54 @@ from packhorse.plan.report import check_planned, read_saved
 if TYPE_CHECKING:
     from packhorse.engine.session import Session
 
-HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen at. [default: 127.0.0.1]")]
-PortOption = Annotated[int | None, typer.Option("--port", help="0 takes a free one. [default: 8000]")]
+HostOption = Annotated[str | None, option("--host", None, "Address to listen at. [default: 127.0.0.1]")]
+PortOption = Annotated[int | None, option("--port", None, "0 takes a free one. [default: 8000]")]
 KeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--api-key-file", metavar="FILE", help="Bearer keys; needed for any address but this machine's."
-    ),
+    Path | None, option("--api-key-file", "FILE", "Bearer keys; needed for any address but this machine's.")
 ]
 SequencesOption = Annotated[
-    int | None, typer.Option("--sequences", metavar="N", help="Requests worked on at once. [default: 4]")
+    int | None, option("--sequences", "N", "Requests worked on at once. [default: 4]")
 ]
-QueueOption = Annotated[
-    int | None, typer.Option("--queue", metavar="N", help="Requests that may wait. [default: 64]")
-]
+QueueOption = Annotated[int | None, option("--queue", "N", "Requests that may wait. [default: 64]")]
 ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Settings of this host; options given here win."),
+    Path | None, option("--config", "FILE", "Settings of this host; options given here win.")
 ]
 NameOption = Annotated[
-    str | None, typer.Option("--name", help="What clients call the model. [default: its own name]")
+    str | None, option("--name", None, "What clients call the model. [default: its own name]")
 ]
 KvTokensOption = Annotated[
-    int | None, typer.Option("--kv-tokens", metavar="N", help="Tokens that all requests and prefixes hold.")
+    int | None, option("--kv-tokens", "N", "Tokens that all requests and prefixes hold.")
 ]
 SnapshotsOption = Annotated[
-    int | None,
-    typer.Option("--snapshots", metavar="N", help="Recurrent states kept (hybrid models). [default: 16]"),
+    int | None, option("--snapshots", "N", "Recurrent states kept (hybrid models). [default: 16]")
 ]
 CorsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cors", metavar="ORIGIN", help="Web pages that may call; may be repeated. [default: none]"
-    ),
+    list[str] | None, option("--cors", "ORIGIN", "Web pages that may call; may be repeated. [default: none]")
 ]
-BodyLimitOption = Annotated[
-    str | None, typer.Option("--body-limit", metavar="SIZE", help="Largest request. [default: 8MiB]")
-]
+BodyLimitOption = Annotated[str | None, option("--body-limit", "SIZE", "Largest request. [default: 8MiB]")]
 KeepAliveOption = Annotated[
-    float | None,
-    typer.Option("--keep-alive", metavar="S", help="Seconds of silence before a sign of life. [default: 10]"),
+    float | None, option("--keep-alive", "S", "Seconds of silence before a sign of life. [default: 10]")
 ]
-LogContentsOption = Annotated[
-    bool | None, typer.Option("--log-contents", help="Log prompts and answers too.", show_default=False)
-]
-SuperviseOption = Annotated[
-    bool, typer.Option("--supervise", help="Start the server again where it dies.", show_default=False)
-]
+LogContentsOption = Annotated[bool | None, option("--log-contents", None, "Log prompts and answers too.")]
+SuperviseOption = Annotated[bool, option("--supervise", None, "Start the server again where it dies.")]
 MaxTokensOption = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", help="Where a request does not say. [default: 4096]"),
+    int | None, option("--max-tokens", "N", "Where a request does not say. [default: 4096]")
 ]
-DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="auto, fp32, bf16 or fp16. [default: auto]", show_default=False)
-]
+DtypeOption = Annotated[str | None, option("--dtype", None, "auto, fp32, bf16 or fp16. [default: auto]")]
 WeightsOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--weights",
-        help="Weights stored in few bits: auto, packed (as they are) or unpacked. [default: auto]",
-        show_default=False,
+        None,
+        "Weights stored in few bits: auto, packed (as they are) or unpacked. [default: auto]",
     ),
 ]
-KvOption = Annotated[
-    str | None,
-    typer.Option("--kv", help="auto, fp16, bf16, fp8, k5v4 or k4v4. [default: auto]", show_default=False),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cpu]", show_default=False)
-]
+KvOption = Annotated[str | None, option("--kv", None, "auto, fp16, bf16, fp8, k5v4 or k4v4. [default: auto]")]
+DeviceOption = Annotated[str | None, option("--device", None, "cpu, cuda or cuda:N. [default: cpu]")]
 ExactOption = Annotated[
-    bool | None,
-    typer.Option("--exact", help="Reuse and chunking change no bit; fp32, slower.", show_default=False),
+    bool | None, option("--exact", None, "Reuse and chunking change no bit; fp32, slower.")
 ]
-PlanOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan", metavar="FILE", help="Run what `packhorse plan --json` wrote.", show_default=False
-    ),
-]
+PlanOption = Annotated[Path | None, option("--plan", "FILE", "Run what `packhorse plan --json` wrote.")]
 
 
 def command(

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from packhorse.cli import asking, common
-from packhorse.cli.common import CacheOption, JsonOption, ModelArgument, OfflineOption, note, print_json
+from packhorse.cli.common import (
+    CacheOption,
+    JsonOption,
+    ModelArgument,
+    OfflineOption,
+    note,
+    option,
+    print_json,
+)
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError
 from packhorse.core.units import format_bytes
@@ -37,45 +45,31 @@ WhatArgument = Annotated[
         "recall up to the window."
     ),
 ]
-TasksOption = Annotated[str, typer.Option("--tasks", metavar="NAMES", help="Tasks by commas, or all.")]
-LengthsOption = Annotated[str, typer.Option("--lengths", metavar="N,N", help="Tokens of the prompts.")]
-DepthsOption = Annotated[
-    int, typer.Option("--depths", metavar="N", help="How many depths, from the text's start to its end.")
-]
-SamplesOption = Annotated[
-    int, typer.Option("--n", metavar="N", help="Samples of each task, length and depth.")
-]
-LanguagesOption = Annotated[
-    str, typer.Option("--languages", metavar="NAMES", help="en, zh or both by commas.")
-]
+TasksOption = Annotated[str, option("--tasks", "NAMES", "Tasks by commas, or all.")]
+LengthsOption = Annotated[str, option("--lengths", "N,N", "Tokens of the prompts.")]
+DepthsOption = Annotated[int, option("--depths", "N", "How many depths, from the text's start to its end.")]
+SamplesOption = Annotated[int, option("--n", "N", "Samples of each task, length and depth.")]
+LanguagesOption = Annotated[str, option("--languages", "NAMES", "en, zh or both by commas.")]
 DensityOption = Annotated[
-    float | None,
-    typer.Option(
-        "--density", metavar="X", help="Distractors a thousand tokens. [default: what the task has]"
-    ),
+    float | None, option("--density", "X", "Distractors a thousand tokens. [default: what the task has]")
 ]
 HaystackOption = Annotated[
-    Path | None,
-    typer.Option("--haystack", metavar="DIR", help="Hide facts in the .txt and .md files of a folder."),
+    Path | None, option("--haystack", "DIR", "Hide facts in the .txt and .md files of a folder.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="The first sample's seed.")]
+SeedOption = Annotated[int, option("--seed", "N", "The first sample's seed.")]
 ReportOption = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", help="Write every answer as JSON; a cut run goes on from it."),
+    Path | None, option("--report", "FILE", "Write every answer as JSON; a cut run goes on from it.")
 ]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write heat maps as one HTML file.")
-]
+HtmlOption = Annotated[Path | None, option("--html", "FILE", "Write heat maps as one HTML file.")]
 AgainstOption = Annotated[
-    Path | None,
-    typer.Option("--against", metavar="FILE", help="Compare in pairs with an earlier report (McNemar)."),
+    Path | None, option("--against", "FILE", "Compare in pairs with an earlier report (McNemar).")
 ]
 CompareOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--compare",
-        metavar="FIELD=VALUE",
-        help="Run each sample with this too, and compare token by token: kv=fp8, dtype=bf16, device=cuda, "
+        "FIELD=VALUE",
+        "Run each sample with this too, and compare token by token: kv=fp8, dtype=bf16, device=cuda, "
         "exact=false, chunk_len=N, page_len=N, several by commas, or reuse. May be repeated.",
     ),
 ]
