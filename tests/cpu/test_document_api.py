@@ -2,6 +2,7 @@
 
 import base64
 import json
+import sqlite3
 from pathlib import Path
 
 import httpx
@@ -344,6 +345,22 @@ def test_what_is_not_on_disk_is_not_acknowledged(tmp_path, monkeypatch, fault):
         assert list((tmp_path / "s" / "models").glob("*/*")) == []
         answer = live.post("/v1/documents", {"text": TEXT, "pin": True})
         assert answer.status_code == 200 and answer.json()["bytes"]["disk"] > 100_000
+
+
+def test_damage_is_read_again_and_no_trouble(tmp_path):
+    """To the file written last, whose row's number comes again."""
+    with servers.scripted(engine=engine(tmp_path / "s"), path=servers.folder("qwen3")) as live:
+        first = live.post("/v1/documents", {"text": TEXT}).json()
+    with sqlite3.connect(tmp_path / "s" / "index.sqlite") as index:
+        [(name,)] = index.execute("SELECT file FROM records ORDER BY id DESC LIMIT 1")
+    [path] = (tmp_path / "s").rglob(f"{name}.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data[:-8] + bytes(b ^ 1 for b in data[-8:]))
+    with servers.scripted(engine=engine(tmp_path / "s"), path=servers.folder("qwen3")) as live:
+        again = live.post("/v1/documents", {"text": TEXT})
+        assert again.status_code == 200 and again.json()["bytes"]["disk"] == first["bytes"]["disk"]
+        assert live.get("/health").json()["status"] == "ready"
+        assert live.service.session.engine.lost_records == {"checksum": 1}
 
 
 def test_another_process_finds_it(tmp_path, capsys):
