@@ -15,6 +15,12 @@ KV_CHOICES = ("auto", *(name for name in KV_FORMATS if name != "fp32"))
 """What EngineConfig.kv may be. fp32 is what auto means in fp32, and gains nothing elsewhere."""
 
 WEIGHTS = ("auto", "packed", "unpacked")
+_CHOICES = {"dtype": ("auto", *COMPUTE_DTYPES), "kv": KV_CHOICES, "weights": WEIGHTS}
+_LEAST = {
+    "sequences": 1, "page_len": 1, "snapshot_len": 1, "context": 1, "threads": 1, "kv_tokens": 1, "chunk_len": 1,
+    "snapshots": 0, "disk": 0, "ram": 0,
+}  # fmt: skip
+"""Least values of numbers that are given."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +81,18 @@ class EngineConfig:
     """Bytes of host memory for what has no room in the KV pool any more."""
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "page_len", "snapshot_len"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}.", hint=f"{name} must be at least 1.")
-        for name in ("context", "threads", "kv_tokens", "chunk_len"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least 1, or left out.")
-        for name in ("snapshots", "disk", "ram"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}.", hint="Give 0 or more.")
-        if self.keep_days is not None and not self.keep_days > 0:
-            raise UsageError(
-                f"keep_days is {self.keep_days}.", hint="Give a number above 0, or leave it out."
-            )
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}.", hint=f"Give at least {least}.")
+        for name in ("keep_days", "max_decode_gap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} is {value}.", hint="Give a number above 0.")
         if self.sweep_len and self.sweep_len < (self.chunk_len or self.page_len):
             raise UsageError(
                 f"sweep_len is {self.sweep_len}, and a chunk has {self.chunk_len or self.page_len} tokens at least.",
                 hint="Give at least chunk_len, or 0 for no sweeps.",
-            )
-        if not self.max_decode_gap > 0:
-            raise UsageError(
-                f"max_decode_gap is {self.max_decode_gap}.", hint="Give it some seconds, such as 0.25."
             )
         for name in ("chunk_len", "snapshot_len"):
             if (getattr(self, name) or 0) % self.page_len:
@@ -104,35 +100,24 @@ class EngineConfig:
                     f"{name} is {getattr(self, name)}, not a multiple of page_len {self.page_len}.",
                     hint="Boundaries must lie on pages.",
                 )
-        if self.dtype not in ("auto", *COMPUTE_DTYPES):
-            raise UsageError(
-                f"dtype {self.dtype!r} is not known.", hint=f"Choose auto, {', '.join(COMPUTE_DTYPES)}."
-            )
-        if self.kv not in KV_CHOICES:
-            raise UsageError(f"kv {self.kv!r} is not known.", hint=f"Choose {', '.join(KV_CHOICES)}.")
-        if self.weights not in WEIGHTS:
-            raise UsageError(f"weights {self.weights!r} is not known.", hint=f"Choose {', '.join(WEIGHTS)}.")
-        if self.exact and self.dtype not in ("auto", "fp32"):
-            raise UsageError(
-                f"exact mode computes in fp32, and dtype is {self.dtype}.",
-                hint="Leave out --dtype or --exact.",
-            )
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is not known.", hint=f"Choose {', '.join(known)}."
+                )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UsageError(f"device {self.device!r} is not known.", hint="Choose cpu, cuda or cuda:N.")
+        for name, fits in (("dtype", self.dtype in ("auto", "fp32")), ("device", self.device == "cpu")):
+            if self.exact and not fits:
+                raise UsageError(
+                    f"exact mode computes in fp32 on the CPU, and {name} is {getattr(self, name)}.",
+                    hint=f"Leave out --{name} or --exact.",
+                )
         if self.as_arch not in (None, 75):
             raise UsageError(f"as_arch is {self.as_arch}.", hint="Only 75 can be stood in for.")
-        if self.as_arch is not None and self.device == "cpu":
-            raise UsageError(
-                "A card is to stand in for an older one, and the device is cpu.",
-                hint="Give --device cuda too, or leave out --as-arch.",
-            )
-        if self.vram is not None and self.device == "cpu":
-            raise UsageError(
-                "A cap on a card's memory was given, and the device is cpu.",
-                hint="Give --device cuda too, or leave out --vram.",
-            )
-        if self.exact and self.device != "cpu":
-            raise UsageError(
-                f"exact mode is for the CPU, and the device is {self.device}.",
-                hint="Leave out --device or --exact.",
-            )
+        for name in ("as_arch", "vram"):
+            if getattr(self, name) is not None and self.device == "cpu":
+                raise UsageError(
+                    f"{name} is for a card, and the device is cpu.",
+                    hint=f"Give --device cuda too, or leave out --{name.replace('_', '-')}.",
+                )
