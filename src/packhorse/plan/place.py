@@ -87,11 +87,9 @@ class Footprint:
     def unit_bytes(self) -> int:
         """What moves at once: an expert, or a frame of rows."""
         moe = self.facts.moe
-        return (
-            FRAME_BYTES
-            if moe is None
-            else self.classes["experts"] // (sum(self.facts.moe_layers) * moe.num_experts)
-        )
+        if moe is None:
+            return FRAME_BYTES
+        return self.classes["experts"] // (sum(self.facts.moe_layers) * moe.num_experts)
 
     @cached_property
     def snapshot_bytes(self) -> int:
