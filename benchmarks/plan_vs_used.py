@@ -97,8 +97,8 @@ class Load:
 
 
 LOADS = [
-    Load(DENSE, 8192, 1, "bf16"),
-    Load(DENSE, 32768, 1, "fp8", fitted=True),
+    Load(DENSE, 8192, 1, "bf16", fitted=True),
+    Load(DENSE, 32768, 1, "fp8"),
     Load(DENSE, 32768, 4, "fp8"),
     Load(DENSE, 16384, 2, "k5v4"),
     Load(DENSE, 8192, 8, "fp8"),
@@ -206,13 +206,15 @@ class Predictor:
         "vram_experts",
         "vram_kv",
         "link",
-        "copies",
         "tensor",
         "tensor_experts",
         "kernel_us",
+        "step_us",
+        "sequence_us",
+        "chunk_us",
         "row_passes",
     )
-    WEIGHT = 0.05
+    WEIGHT = 0.6
     """Of what a number leaves its start by, beside what a load is off by: for numbers that the loads say nothing of."""
 
     def __init__(self, loads: list[Load], machines: dict[int, Machine], plans: dict[int, Plan]) -> None:

@@ -5,6 +5,7 @@ Each figure comes three times, (low, expected, high) of the calibration's values
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from packhorse.core import cost
@@ -18,6 +19,7 @@ from packhorse.plan.place import Footprint, Placement
 LOW, EXPECTED, HIGH = 0, 1, 2
 QUESTION_LEN = 64
 """Tokens of the follow-up question that is predicted."""
+_MICROSECONDS = ("kernel_us", "step_us", "sequence_us", "chunk_us")
 LONG_PROMPT = 1024
 """Tokens from which on Hopper has a kernel of its own for a prompt's attention, as kernels.attention.flash has it."""
 
@@ -52,8 +54,10 @@ class Speed:
     dense, experts, kv: reading weights that stay, routed experts on the card, and K and V. link, copies: what is in
     host memory, where kernels read it and where it is copied ahead. load: making weights of files. products,
     expert_products, attention, delta: operations of prompts; short_attention: of fewer than LONG_PROMPT tokens.
-    row_passes: times that a layer reads or writes the widest rows of a prompt's tokens. kernel_s: a kernel of a
-    captured step beside its bytes; step_s: a step beside its kernels."""
+    expert_values: values of packed experts that are decoded for a prompt's chunk. row_passes: times that a layer reads
+    or writes the widest rows of a prompt's tokens. kernel_s: a kernel of a captured step beside its bytes; step_s: a
+    step beside its kernels, sequence_s: for each of its sequences. chunk_s: to send a card the
+    work of a prompt's chunk in a layer, which short chunks wait for."""
 
     dense: float
     experts: float
@@ -67,9 +71,12 @@ class Speed:
     attention: float
     short_attention: float
     delta: float
+    expert_values: float
     row_passes: float
     kernel_s: float
     step_s: float
+    sequence_s: float
+    chunk_s: float
 
     def kv_rate(self, codec: str) -> float:
         """At which attention reads K and V in a codec: `kv` is fp8's."""
@@ -80,15 +87,16 @@ class Speed:
         """The rates in one band of the calibration."""
         data = calibration()
         part = {name: entry["values"][band] for name, entry in data["fractions"].items()}
-        cost_of = {name: data[name]["values"][-1 - band] for name in ("kernel_us", "step_us", "row_passes")}
-        fixed = {"drive": machine.drive_rate * part["drive"], "kernel_s": 1e-6 * cost_of["kernel_us"]}
-        fixed["step_s"] = 1e-6 * cost_of["step_us"]
+        cost_of = {name: data[name]["values"][-1 - band] for name in (*_MICROSECONDS, "row_passes")}
+        fixed = {f"{name[:-3]}_s": 1e-6 * cost_of[name] for name in _MICROSECONDS}
+        fixed["drive"] = machine.drive_rate * part["drive"]
         memory = machine.memory_rate * part["memory"]
         if machine.card is None:
             flops = 1e9 * data["cpu_gflops_per_core"]["values"][band] * machine.cores
             reads = dict.fromkeys(("dense", "experts", "kv", "link", "copies"), memory)
             kinds = ("products", "expert_products", "attention", "short_attention", "delta")
-            products = dict.fromkeys(kinds, flops)
+            # What is decoded there is counted in the products.
+            products = dict.fromkeys(kinds, flops) | {"expert_values": math.inf}
             return cls(**reads, **products, **fixed, load=machine.drive_rate, row_passes=0.0)
         card = machine.card
         return cls(
@@ -104,6 +112,7 @@ class Speed:
             attention=card.flops * part["attention_hopper" if card.arch == 90 else "attention"],
             short_attention=card.flops * part["attention"],
             delta=card.flops * part["delta"],
+            expert_values=card.flops * part["expert_values"],
             row_passes=cost_of["row_passes"],
         )
 
@@ -169,7 +178,7 @@ class _Step:
         rows = sequences * (1 + job.draft)
         compute = 2 * rows * self._footprint.active_params / self.speed.products
         read = fixed / self.speed.dense + sequences * self._kv_s(context) + self._units_s(rows)
-        return max(read, compute) + self._kernels_s
+        return max(read, compute) + self._kernels_s + sequences * self.speed.sequence_s
 
     def prefill_s(self, num_tokens: int) -> float:
         """Reading a prompt: products, attention and delta rule, with what is streamed behind them."""
@@ -200,7 +209,18 @@ class _Step:
         if footprint.num_cards == 0:
             return seconds
         moved = sum(prefill_bytes(footprint, self._placement, speed, num_tokens).values())
-        return (seconds + moved / speed.dense) / footprint.num_cards
+        decoded = self._decoded_experts(num_tokens) / speed.expert_values
+        sending = ceil_div(num_tokens, self._placement.chunk_len) * self.facts.num_layers * speed.chunk_s
+        return max((seconds + moved / speed.dense + decoded) / footprint.num_cards, sending)
+
+    def _decoded_experts(self, num_tokens: int) -> float:
+        """Values of packed experts that a prompt's chunks touch, each once a chunk."""
+        moe, chunk = self.facts.moe, self._placement.chunk_len
+        if moe is None or not self._footprint.recipe.is_packed:
+            return 0.0
+        values = self._footprint.expert_params * moe.num_experts / moe.top_k
+        whole, rest = divmod(num_tokens, chunk)
+        return values * (whole * touched_share(self.facts, chunk) + touched_share(self.facts, rest))
 
     def _stream_s(self) -> float:
         """Bringing once, over the link or from a disk, what does not stay on the card while a prompt is read."""
