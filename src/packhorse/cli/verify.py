@@ -125,16 +125,9 @@ def command(
     if context is None and what is What.RECALL:
         context = max(grid.lengths) + ANSWER_ROOM
     config = EngineConfig(
-        context=context,
-        sequences=1,
-        dtype=dtype,
-        kv=kv,
-        weights=weights,
-        device=device,
-        as_arch=as_arch,
-        exact=exact,
-        threads=threads,
-    )
+        context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, as_arch=as_arch,
+        exact=exact, threads=threads,
+    )  # fmt: skip
     changes = {name: parse_changes(name) for name in compare or ()}
     configs = {name: replace(config, **changed) for name, changed in changes.items()}
 

@@ -142,19 +142,11 @@ class Feature:
         same = [value for record in ours for value in record["same"]]
         found = compare(reference, ours)
         return {
-            "feature": self.name,
-            "active": active,
-            "pairs": found.pairs,
-            "reference_right": found.both + found.only_first,
-            "right": found.both + found.only_second,
-            "only_reference": found.only_first,
-            "only_feature": found.only_second,
-            "p": found.p,
-            "tokens": len(kl),
-            "kl_mean": sum(kl) / len(kl),
-            "kl_max": max(kl),
-            "same_token": sum(same) / len(same),
-        }
+            "feature": self.name, "active": active, "pairs": found.pairs, "p": found.p, "tokens": len(kl),
+            "reference_right": found.both + found.only_first, "right": found.both + found.only_second,
+            "only_reference": found.only_first, "only_feature": found.only_second,
+            "kl_mean": sum(kl) / len(kl), "kl_max": max(kl), "same_token": sum(same) / len(same),
+        }  # fmt: skip
 
 
 def ask_pairs(reference: Asker, features: Sequence[Feature], sample: Sample) -> Record:

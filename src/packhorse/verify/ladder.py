@@ -53,10 +53,7 @@ def climb(
         row = {
             "length": length,
             "peak_bytes": peak_bytes(asker.session.engine.runner.model.device),
-            "first_token_s": record["first_token_s"],
-            "tokens_per_s": record["tokens_per_s"],
-            "right": record["right"],
-            "answer": record["answer"],
+            **{name: record[name] for name in ("first_token_s", "tokens_per_s", "right", "answer")},
         }
         rows.append(row)
         if on_row is not None:

@@ -32,6 +32,8 @@ ANSWER_ROOM = 512
 THINK_TOKENS = 4096
 """Tokens a model that thinks may use before its answer."""
 SAVE_SECONDS = 5.0
+_TRIAL = ("task", "language", "length", "depth", "seed")
+"""What makes a sample."""
 Record = dict[str, Any]
 
 
@@ -67,9 +69,9 @@ class Grid:
     def trials(self) -> Iterator[dict[str, Any]]:
         """Settings of each sample, short prompts first."""
         seeds = range(self.seed, self.seed + self.n)
-        cells = product(sorted(self.lengths), self.tasks, self.languages, self.depths, seeds)
-        for length, task, language, depth, seed in cells:
-            yield {"task": task, "language": language, "length": length, "depth": depth, "seed": seed}
+        for length in sorted(self.lengths):
+            for trial in product(self.tasks, self.languages, (length,), self.depths, seeds):
+                yield dict(zip(_TRIAL, trial, strict=True))
 
     @property
     def num_trials(self) -> int:
@@ -84,7 +86,7 @@ def even_depths(count: int) -> tuple[float, ...]:
 
 def trial_key(record: Record) -> tuple[Any, ...]:
     """What makes two records ones of the same sample."""
-    return tuple(record[name] for name in ("task", "language", "length", "depth", "seed"))
+    return tuple(record[name] for name in _TRIAL)
 
 
 class Asker:
@@ -132,11 +134,7 @@ class Asker:
         )
         scored = score(sample, answer.text)
         return {
-            "task": sample.task,
-            "language": sample.language,
-            "length": sample.length,
-            "depth": sample.depth,
-            "seed": sample.seed,
+            **{name: getattr(sample, name) for name in _TRIAL},
             "right": scored.right,
             "share": round(scored.share, 4),
             "unfinished": answer.finish is FinishReason.LENGTH and not answer.text.strip(),
@@ -282,16 +280,12 @@ def rates(records: Iterable[Record], names: Sequence[str]) -> list[dict[str, Any
         low, high = wilson(right, len(members))
         rows.append(
             {
-                **dict(zip(names, key, strict=True)),
-                "n": len(members),
-                "right": right,
-                "rate": round(right / len(members), 4),
-                "low": round(low, 4),
-                "high": round(high, 4),
+                **dict(zip(names, key, strict=True)), "n": len(members), "right": right,
+                "rate": round(right / len(members), 4), "low": round(low, 4), "high": round(high, 4),
                 "share": round(sum(r["share"] for r in members) / len(members), 4),
                 "unfinished": sum(bool(r["unfinished"]) for r in members),
             }
-        )
+        )  # fmt: skip
     return rows
 
 
