@@ -129,15 +129,11 @@ def command(
     )
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
     asking.warn_of_no_draw(given, sampling, say)
-    prompt = compose(documents, asked + CITE_REQUEST * cite)
+    messages = messages_of(compose(documents, asked + CITE_REQUEST * cite), system)
+    label = ", ".join(d.name for d in documents)
     with closing(session, say):
         with asking.Display(stream=not json) as display:
-            answer = session.answer(
-                messages_of(prompt, system),
-                label=", ".join(d.name for d in documents),
-                **display.callbacks,
-                **sampling,
-            )
+            answer = session.answer(messages, label=label, **display.callbacks, **sampling)
         asking.warn_of_cut(answer, session.window, say)
         if store is not None and system is None and len(documents) == 1:
             keep(session, documents[0], say)

@@ -157,11 +157,9 @@ def command(
 def act(store: DurableStore, action: Action, given: list[str]) -> dict[str, Any]:
     """Do what was asked; a JSON-ready document of what was found or done."""
     if action is Action.LS:
-        all_of = {
-            "documents": store.prefixes("documents.id IS NOT NULL"),
-            "prefixes": store.prefixes("documents.id IS NULL"),
-        }
-        found = {name: [describe(store, prefix) for prefix in some] for name, some in all_of.items()}
+        found: dict[str, list[dict[str, Any]]] = {"documents": [], "prefixes": []}
+        for prefix in store.prefixes():
+            found["documents" if prefix.document else "prefixes"].append(describe(store, prefix))
         return {**store.usage(), **found}
     if action is Action.VERIFY:
         damaged = {str(path): reason for path, reason in store.verify()}

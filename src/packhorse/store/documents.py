@@ -13,7 +13,6 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from sqlite3 import Connection
 
@@ -21,7 +20,6 @@ from packhorse.core.errors import DoesNotFitError, PackhorseError
 from packhorse.core.units import format_bytes
 from packhorse.store.durable import PREFIX_SHARE, TEXTS, DurableStore, Prefix
 from packhorse.store.prefix import chain_value
-from packhorse.store.records import walk
 
 _ID_BYTES = 16
 _MORE = "Give the store more (--disk), or unpin or delete documents."
@@ -128,9 +126,7 @@ def check_fits(disk: DurableStore, model: int, new: NewDocument, need: int) -> N
     if taken > share:
         raise no_room("Text and tokens of the document take", taken, share, _MORE)
     num_pages = len(new.tokens) // disk.page_bytes(model)
-    chain = partial(chain_value, disk.secret)
-    walked = walk([disk], new.root, new.tokens, num_pages, disk.page_bytes(model), chain)
-    missing = need - need * walked.num_pages // max(num_pages, 1)
+    missing = need - need * disk.walk(model, new.root, new.tokens).num_pages // max(num_pages, 1)
     if not disk.has_room(missing, need):
         raise no_room("The document takes", need, disk.room(), _more(disk, need))
 
@@ -138,10 +134,8 @@ def check_fits(disk: DurableStore, model: int, new: NewDocument, need: int) -> N
 def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *, with_state: bool) -> None:
     """Raises where a document's pages, or the state at the last one's end, are not on disk: DoesNotFitError where the
     store has no room for their `need` bytes, else PackhorseError."""
-    page_bytes = disk.page_bytes(model)
-    num_pages = len(new.tokens) // page_bytes
-    chain = partial(chain_value, disk.secret)
-    walked = walk([disk], new.root, new.tokens, num_pages, page_bytes, chain)
+    num_pages = len(new.tokens) // disk.page_bytes(model)
+    walked = disk.walk(model, new.root, new.tokens)
     if walked.num_pages == num_pages and (not with_state or disk.states(walked.keys[-1:])):
         return
     if need > disk.room():

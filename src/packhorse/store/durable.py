@@ -39,7 +39,7 @@ from typing import Any
 from packhorse.core.errors import CorruptFileError, RefusedError, UsageError
 from packhorse.core.units import GIB, MIB, format_bytes, round_up
 from packhorse.store.prefix import chain_value
-from packhorse.store.records import BLOCK, Buffer, Image, Kind, Record, UnreadableError, anonymous, walk
+from packhorse.store.records import BLOCK, Buffer, Image, Kind, Record, UnreadableError, Walk, anonymous, walk
 
 LAYOUT = 2
 """Of folder, index and files. A store of an older one is emptied, one of a newer one is refused."""
@@ -480,12 +480,14 @@ class DurableStore:
         """Of a page's encoded tokens."""
         return _TOKEN_BYTES * int(self.models()[model]["page_len"])
 
+    def walk(self, model: int, root: bytes, tokens: bytes) -> Walk:
+        """How far the whole pages of a chain are there, `tokens` being encoded."""
+        size, chain = self.page_bytes(model), partial(chain_value, self.secret)
+        return walk([self], root, tokens, len(tokens) // size, size, chain)
+
     def records_of(self, prefix: Prefix) -> list[DiskRecord]:
         """What a prefix needs, as far as it is there: pages and states."""
-        page_bytes = self.page_bytes(prefix.model)
-        chain = partial(chain_value, self.secret)
-        num_pages = len(prefix.tokens) // page_bytes
-        walked = walk([self], prefix.root, prefix.tokens, num_pages, page_bytes, chain)
+        walked = self.walk(prefix.model, prefix.root, prefix.tokens)
         pages = [piece.record for piece in walked.pieces]
         return [r for r in (*pages, *self.states(walked.keys).values()) if isinstance(r, DiskRecord)]
 

@@ -588,14 +588,8 @@ class LowerTiers:
         walked = walk([self.disk], job.root, job.tokens, num_pages, self._page_bytes, self._chain)
         self._writer.submit(0, self.disk.touch, [piece.record for piece in walked.pieces])
         job.next_page = walked.num_pages
-        rest = chain_values(
-            walked.keys[-1],
-            job.tokens,
-            job.next_page,
-            num_pages - job.next_page,
-            self._page_bytes,
-            self._chain,
-        )
+        left = num_pages - job.next_page
+        rest = chain_values(walked.keys[-1], job.tokens, job.next_page, left, self._page_bytes, self._chain)
         job.keys = [*walked.keys, *rest]
         there = self.disk.states([entry.key for entry in job.entries])
         held = job.next_page * self._page_size + len(there) * self._tier.geometry.state_bytes

@@ -124,15 +124,10 @@ class Image:
                 raise ValueError("another format")
             places = {name: _place(entry, start, num_bytes) for name, entry in document.items()}
             at, size = places.get(TOKEN_IDS, (0, 0))
-            record = Record(
-                Kind(about["kind"]),
-                bytes.fromhex(about["parent"]),
-                bytes.fromhex(about["key"]),
-                int(about["start"]),
-                int(about["stop"]),
-                bytes(buffer[at : at + size]),
-                num_bytes,
-            )
+            tokens = bytes(buffer[at : at + size])
+            parent, key = (bytes.fromhex(about[name]) for name in ("parent", "key"))
+            first, stop = (int(about[name]) for name in ("start", "stop"))
+            record = Record(Kind(about["kind"]), parent, key, first, stop, tokens, num_bytes)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnreadableError("header") from error
         return cls(record, buffer, places)
