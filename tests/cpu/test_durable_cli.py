@@ -293,7 +293,7 @@ def test_what_cannot_be_deleted_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "rmdir", refuse)
     assert cli.run(["cache", "wipe", "--store", str(tmp_path / "s")]) == RefusedError.exit_code
     first, hint = capsys.readouterr().err.splitlines()
-    assert "models cannot be deleted: Read-only file system." in first and "may write" in hint
+    assert f"{tmp_path / 's'} cannot be deleted: Read-only file system." in first and "may write" in hint
 
 
 @pytest.mark.parametrize(

@@ -760,7 +760,7 @@ def wipe(folder: Path) -> None:
     except BlockingIOError as error:
         raise RefusedError(f"A process uses the store {folder}.", hint="End it first.") from error
     except OSError as error:
-        reason = f"{error.filename or folder} cannot be deleted: {error.strerror or error}."
+        reason = f"{folder} cannot be deleted: {error.strerror or error}."
         raise RefusedError(reason, hint="Do it where you may write, as whose the folder is.") from error
 
 
