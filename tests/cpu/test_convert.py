@@ -151,7 +151,7 @@ def test_cut_and_resumed_gives_the_same_bytes(source, tmp_path, monkeypatch):
         read_model(cut)
     # What is being made of a shard is seen while it is made.
     one = (cut / module.shard_name(0, len(list(whole.glob("*.safetensors"))))).stat().st_size
-    steps = [done for done, _ in calls if done < one]
+    steps = sorted({done for done, _ in calls if done < one})
     assert steps[0] == 0 and len(steps) > 3 and sorted(calls) == calls
     notes: list[str] = []
     convert(facts, cut, "int4-rtn", note=notes.append)
