@@ -533,7 +533,10 @@ def large(rows: int, cols: int, case: str) -> Packed:
     return found if case == "awq" else found | {"g_idx": order.int()}
 
 
-@pytest.mark.parametrize("case", ["gptq-desc-act", "awq", "fp8"])
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("gptq-desc-act", "fp8")]
+
+
+@pytest.mark.parametrize("case", ["awq", *SLOW])
 def test_a_file_is_read_in_the_memory_of_its_largest_tensor(case, tmp_path):
     """Beside the result: a tensor as stored, in rows' order too, and slices. A matrix has 16 Mi values here."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1, "max_window_layers": 1}

@@ -7,6 +7,6 @@ import servers
 
 
 def test_drawn_requests():
-    statuses = servers.draw_requests("--generation-deterministic", "--max-examples", "60", timeout=500)
+    statuses = servers.draw_requests("--generation-deterministic", "--max-examples", "35", timeout=500)
     assert not [status for status in statuses if status >= 500]
     assert statuses.count(200) >= 200 and statuses.count(400) >= 500, "valid and invalid ones were drawn"
