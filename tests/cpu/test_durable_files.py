@@ -314,6 +314,16 @@ def test_what_is_read_again_after_damage_is_offered(tmp_path):
     check_found(store, 2)
 
 
+def test_what_could_not_be_read_for_a_while_is_offered_again(tmp_path):
+    """Nothing is written anew: its file is whole after all."""
+    store, model = numbers.open_store(tmp_path / "s")
+    assert store.write(model, [numbers.image(0)])
+    store.mark_gone(numbers.find(store, 0))
+    assert numbers.find(store, 0) is None
+    assert store.write(model, [numbers.image(0)]) and store.counters["written_records"] == 1
+    check_found(store, 0)
+
+
 def test_a_reader_sees_what_was_written_while_another_reads(tmp_path):
     """A record written, by whomever, while a thread is in the middle of a query."""
     store, model = numbers.open_store(tmp_path / "s")

@@ -160,8 +160,9 @@ def _claim(conversion: Conversion, out: Path, recipe: str) -> set[int]:
         made = out / "config.json"
         if len(there) == count and made.is_file() and read_object(made) == _config(conversion):
             raise UsageError(
-                f"{out} holds {facts.path} converted to {recipe} already.",
-                hint="Use it, or give a folder that is not there yet.",
+                f"{out} holds a finished conversion to {recipe} with the config of {facts.path}; whether of its "
+                "weights is not known.",
+                hint="Use it if you made it of this model, or give a folder that is not there yet.",
             )
         if not file.is_file() or read_object(file) != state:
             raise UsageError(

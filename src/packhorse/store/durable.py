@@ -12,7 +12,8 @@ The checksum is zlib's CRC-32: damage is what it is for, not people, and its 3 G
 with a disk, so that no library beside Python's own is needed on a bare host.
 
 One connection reads, for one thread at a time, and one writes. The writing half (`write`, `touch`, `drop`, ...) belongs
-to one thread; readers are never blocked by it. Several processes may share a folder.
+to one thread. What is found and read never waits for its transactions and files, at most for one query of it. Several
+processes may share a folder.
 """
 
 from __future__ import annotations
@@ -698,6 +699,7 @@ class DurableStore:
                     self._delete([(found.id, found.model, found.file)])
                     self.counters["replaced_records"] += 1
                     return False
+            self._gone.discard(found.file)
             return True
         return False
 

@@ -567,14 +567,17 @@ class LowerTiers:
 
     def close(self) -> None:
         """Write what waits, and let go of everything."""
-        self.settle()
-        self.flush()
-        if self._writer is not None:
-            self._writer.close()
-        self._readers.shutdown()
-        self.ram.clear()
-        if self.disk is not None:
-            self.disk.close()
+        try:
+            self.settle()
+            self.flush()
+        finally:  # a card that failed keeps nobody from closing the rest
+            self._flush_batch()
+            if self._writer is not None:
+                self._writer.close()
+            self._readers.shutdown()
+            self.ram.clear()
+            if self.disk is not None:
+                self.disk.close()
 
     @property
     def _batched_bytes(self) -> int:

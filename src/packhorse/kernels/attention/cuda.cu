@@ -3,7 +3,7 @@
 //
 // Splits lie at absolute multiples of a length that follows from a query's own number of keys (and the card, which is to
 // be full), tiles of 16 keys at absolute multiples of 16, and everything is added up in the order of positions. So a
-// query's bits depend on its own keys alone: not on the batch, nor on how many tokens are asked at once.
+// query's bits depend on its own keys and the card alone: not on the batch, nor on how many tokens are asked at once.
 //
 // -D CODEC, HEAD_DIM, MATH_BF16 (what is multiplied in), BF16 (the activations' type), MAX_SPLITS.
 #include "kv.cuh"
