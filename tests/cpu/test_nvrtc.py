@@ -1,5 +1,6 @@
 """The compiler of the kernels and its cache, without a card."""
 
+import gc
 import sys
 
 import pytest
@@ -143,3 +144,15 @@ def test_one_fault_stops_the_rest(toy, tmp_path):
     with pytest.raises(CompileError, match="bad SIZE=none"):
         build([bad], Target(75), CodeCache(tmp_path / "kernels"))
     assert not (tmp_path / "kernels").exists()
+
+
+def test_an_error_that_the_garbage_collector_takes_apart_is_silent(monkeypatch):
+    complaints = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: complaints.append(args.exc_value))
+    broken = Variant("linear/dense.cu", "dense_gemv", (("WEIGHT", 0), ("X", "no type"), ("TOKENS", 1)))
+    try:
+        compile_code(broken, Target(90))
+    except CompileError as error:
+        error.itself = error  # part of a cycle that is younger than what it holds
+    gc.collect()
+    assert not complaints

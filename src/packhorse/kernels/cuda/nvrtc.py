@@ -170,7 +170,9 @@ def compile_code(variant: Variant, target: Target) -> tuple[bytes, str]:
     path = KERNELS / variant.source
     log = io.StringIO()
     try:
-        program = Program(
+        # NOTE: the program has no name, so that no frame of an error keeps it: one that the garbage collector takes
+        # apart complains of a None, wherever the interpreter is then.
+        code = Program(
             path.read_text(),
             "c++",
             ProgramOptions(
@@ -181,8 +183,7 @@ def compile_code(variant: Variant, target: Target) -> tuple[bytes, str]:
                 include_path=[str(KERNELS / "cuda"), include_dir()],
                 ptxas_options=None if target.ptx else "-v",
             ),
-        )
-        code = program.compile("ptx" if target.ptx else "cubin", logs=log)
+        ).compile("ptx" if target.ptx else "cubin", logs=log)
     except Exception as cause:  # cuda.core raises its own and RuntimeError
         raise CompileError(
             f"{variant} does not compile for {_dotted(target.arch)}: {cause}\n{log.getvalue()}",
