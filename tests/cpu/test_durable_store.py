@@ -14,7 +14,7 @@ import pytest
 import store_model as model
 from packhorse.core.units import MIB
 from packhorse.store import lower
-from packhorse.store.durable import DurableStore, FileSystem
+from packhorse.store.durable import DurableStore, FileSystem, wipe
 from packhorse.store.kv import KVStore
 
 KINDS = {"dense": {}, "hybrid": {"hybrid": True}, "exact": {"hybrid": True, "exact": True}}
@@ -292,6 +292,36 @@ def test_want_of_memory_ends_no_request(tmp_path, monkeypatch):
     run(store, tokens(40, 9))
     store.close_tiers()
     assert run(make(tmp_path / "s"), tokens(40, 9)) == 36
+
+
+@pytest.mark.parametrize("at_close", [False, True])
+def test_whoever_waits_for_a_copy_that_fails_is_told(tmp_path, monkeypatch, at_close):
+    """A card that has gone: the error is raised, nobody waits for ever, and the folder is let go of."""
+    store = make(tmp_path / "s", num_pages=40)
+    told = []
+    for seed in range(3):
+        sequence = store.open(tokens(40, seed), 40)
+        model.prefill(store, sequence)
+        store.close(sequence)
+        told.append(store.lower.after_writing(lambda store=store: store.lower.disk.usage()["records"]))
+
+    def refuse(*_):
+        raise RuntimeError("the card has gone")
+
+    monkeypatch.setattr(store.lower, "_save_behind", refuse)
+    if not at_close:
+        with pytest.raises(RuntimeError, match="has gone"):
+            store.lower.advance(1 << 20)
+        assert told[0].result(timeout=10) == 0 and store.lower.counters["failed_copies"] == 1
+        monkeypatch.undo()
+        flush(store)
+        assert [future.result(timeout=10) for future in told] == [0, 1, 2], "the others are written"
+        store.close_tiers()
+        return
+    with pytest.raises(RuntimeError, match="has gone"):
+        store.close_tiers()
+    assert [future.result(timeout=10) for future in told] == [0, 0, 0]
+    wipe(tmp_path / "s")
 
 
 def test_pages_wait_for_no_disk(tmp_path):

@@ -193,10 +193,11 @@ class Engine:
 
     def close(self) -> str:
         """`flush`, and let go of the tiers below the device. What is wrong with them, if anything is."""
-        self.flush()
-        trouble = "" if self.store.lower is None else self.store.lower.trouble
-        self.store.close_tiers()
-        return trouble
+        try:
+            self.flush()
+            return "" if self.store.lower is None else self.store.lower.trouble
+        finally:
+            self.store.close_tiers()
 
     def recover(self, error: PackhorseError) -> list[Event]:
         """After `step` raised: undo that step, and end with `error` whoever is at fault.

@@ -141,7 +141,7 @@ def check_written(disk: DurableStore, model: int, new: NewDocument, need: int, *
     if need > disk.room():
         raise no_room("The document takes", need, disk.room(), _more(disk, need))
     raise PackhorseError(
-        f"The document could not be written: {disk.trouble or 'no snapshot was free for it'}."
+        f"The document could not be written: {disk.trouble or 'a copy failed, or no snapshot was free'}."
     )
 
 

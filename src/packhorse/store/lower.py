@@ -523,9 +523,12 @@ class LowerTiers:
                 writer.wait(partial(self._has_room, writer, size))
             try:
                 num_bytes -= self._copy_next(job)
-            except OSError:  # the system has no memory for a copy
+            except Exception as error:
                 self.counters["failed_copies"] += 1
-                self._finish(job, written=False)
+                if self._jobs and self._jobs[0] is job:
+                    self._finish(job, written=False)
+                if not isinstance(error, OSError):  # which is want of memory for a copy
+                    raise
 
     def after_writing(self, function: Callable[[], _T]) -> Future[_T]:
         """Have the writing thread call it when all that has been closed until now is on disk, or has failed to be."""
@@ -573,6 +576,8 @@ class LowerTiers:
         finally:  # a card that failed keeps nobody from closing the rest
             self._flush_batch()
             if self._writer is not None:
+                for call in (call for job in self._jobs for call in job.then):  # somebody may wait for it
+                    self._writer.submit(0, call)
                 self._writer.close()
             self._readers.shutdown()
             self.ram.clear()
