@@ -11,24 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli import asking
-from packhorse.cli.common import (
-    CacheOption,
-    DiskOption,
-    JsonOption,
-    KeepDaysOption,
-    ModelArgument,
-    OfflineOption,
-    RamOption,
-    StoreOption,
-    VramOption,
-    check_file,
-    closing,
-    note,
-    print_json,
-    store_fields,
-    write_file,
-)
+from packhorse.cli import asking, common
+from packhorse.cli.common import check_file, closing, note, option, print_json, store_fields, write_file
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import UsageError
 from packhorse.text.cite import CITE_REQUEST, check_quotes
@@ -42,32 +26,22 @@ QuestionArgument = Annotated[
 ]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(
+    option(
         "--temperature",
-        metavar="X",
-        help="0 takes the likeliest token each time. [default: 0; with --top-p, --top-k or --min-p the "
-        "model's own]",
+        "X",
+        "0: the likeliest token each time. [default: 0; with --top-p, --top-k or --min-p the model's own]",
     ),
 ]
-RawOption = Annotated[
-    bool,
-    typer.Option(
-        "--raw", help="Continue the text without a chat template (base models).", show_default=False
-    ),
-]
+RawOption = Annotated[bool, option("--raw", None, "Continue the text without a chat template (base models).")]
 CiteOption = Annotated[
     bool,
-    typer.Option(
-        "--cite", help="Ask for quotes; each is looked for in the documents, and its pages are said."
-    ),
+    option("--cite", None, "Ask for quotes; each is looked for in the documents, and its pages are said."),
 ]
-StatsOption = Annotated[
-    Path | None, typer.Option("--stats", metavar="FILE", help="Write the figures of the last line as JSON.")
-]
+StatsOption = Annotated[Path | None, option("--stats", "FILE", "Write the figures of the last line as JSON.")]
 
 
 def command(
-    model: ModelArgument,
+    model: common.ModelArgument,
     question: QuestionArgument,
     document: asking.DocumentOption = None,
     system: asking.SystemOption = None,
@@ -86,18 +60,18 @@ def command(
     device: asking.DeviceOption = EngineConfig.device,
     as_arch: asking.AsArchOption = None,
     exact: asking.ExactOption = False,
-    store: StoreOption = None,
-    disk: DiskOption = None,
-    keep_days: KeepDaysOption = None,
-    ram: RamOption = None,
-    vram: VramOption = None,
+    store: common.StoreOption = None,
+    disk: common.DiskOption = None,
+    keep_days: common.KeepDaysOption = None,
+    ram: common.RamOption = None,
+    vram: common.VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
     raw: RawOption = False,
     cite: CiteOption = False,
     stats: StatsOption = None,
-    json: JsonOption = False,
-    cache: CacheOption = None,
-    offline: OfflineOption = False,
+    json: common.JsonOption = False,
+    cache: common.CacheOption = None,
+    offline: common.OfflineOption = False,
 ) -> None:
     """What is wrong with options and documents is said before the model is loaded."""
     asked = read_question(question)

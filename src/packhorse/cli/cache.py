@@ -11,16 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from packhorse.cli import asking
-from packhorse.cli.common import (
-    CacheOption,
-    JsonOption,
-    OfflineOption,
-    check_file,
-    find_model,
-    note,
-    print_json,
-)
+from packhorse.cli import asking, common
+from packhorse.cli.common import check_file, find_model, note, option, print_json
 from packhorse.core.errors import CorruptFileError, PackhorseError, RefusedError, UsageError
 from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
@@ -76,18 +68,16 @@ TargetArgument = Annotated[
 ]
 KeyFileOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--key-file",
-        metavar="FILE",
-        help="A passphrase for export and import. [default: the store's own secret, good for this store alone]",
-        show_default=False,
+        "FILE",
+        "A passphrase for export and import. [default: the store's own secret, good there alone]",
     ),
 ]
 RequestOption = Annotated[
-    Path | None,
-    typer.Option("--request", metavar="FILE", help="For why: the body of a chat request, not a question."),
+    Path | None, option("--request", "FILE", "For why: the body of a chat request, not a question.")
 ]
-StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", help="The store's folder.")]
+StoreOption = Annotated[Path, option("--store", "DIR", "The store's folder.")]
 
 
 def command(
@@ -97,9 +87,9 @@ def command(
     document: asking.DocumentOption = None,
     key_file: KeyFileOption = None,
     request: RequestOption = None,
-    json: JsonOption = False,
-    cache: CacheOption = None,
-    offline: OfflineOption = False,
+    json: common.JsonOption = False,
+    cache: common.CacheOption = None,
+    offline: common.OfflineOption = False,
 ) -> None:
     """Every action prints what it found or did; verify ends with exit code 4 where a file is damaged."""
     given, wanted = target or [], TARGETS[action]

@@ -7,23 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packhorse.cli import asking
-from packhorse.cli.common import (
-    CacheOption,
-    DiskOption,
-    JsonOption,
-    KeepDaysOption,
-    ModelArgument,
-    OfflineOption,
-    RamOption,
-    StoreOption,
-    VramOption,
-    as_typed,
-    closing,
-    note,
-    print_json,
-    store_fields,
-)
+from packhorse.cli import asking, common
+from packhorse.cli.common import as_typed, closing, note, print_json, store_fields
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CardLostError, PackhorseError, UsageError
 from packhorse.text.documents import Document, compose
@@ -39,7 +24,7 @@ HELP = """\
 
 
 def command(
-    model: ModelArgument,
+    model: common.ModelArgument,
     document: asking.DocumentOption = None,
     system: asking.SystemOption = None,
     temperature: asking.TemperatureOption = None,
@@ -57,15 +42,15 @@ def command(
     device: asking.DeviceOption = EngineConfig.device,
     as_arch: asking.AsArchOption = None,
     exact: asking.ExactOption = False,
-    store: StoreOption = None,
-    disk: DiskOption = None,
-    keep_days: KeepDaysOption = None,
-    ram: RamOption = None,
-    vram: VramOption = None,
+    store: common.StoreOption = None,
+    disk: common.DiskOption = None,
+    keep_days: common.KeepDaysOption = None,
+    ram: common.RamOption = None,
+    vram: common.VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
-    json: JsonOption = False,
-    cache: CacheOption = None,
-    offline: OfflineOption = False,
+    json: common.JsonOption = False,
+    cache: common.CacheOption = None,
+    offline: common.OfflineOption = False,
 ) -> None:
     """Reads lines from the terminal, or from a pipe: then the first error ends it.
 

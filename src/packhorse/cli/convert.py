@@ -7,29 +7,19 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli.common import (
-    CacheOption,
-    JsonOption,
-    ModelArgument,
-    OfflineOption,
-    byte_progress,
-    find_model,
-    note,
-    print_json,
-)
+from packhorse.cli import common
+from packhorse.cli.common import byte_progress, find_model, note, print_json
 from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
 
 
 def command(
-    source: ModelArgument,
+    source: common.ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
-    recipe: Annotated[
-        str, typer.Option("--recipe", metavar="NAME", help="int4-rtn or int8-rtn.", show_default=True)
-    ] = "int4-rtn",
-    json: JsonOption = False,
-    cache: CacheOption = None,
-    offline: OfflineOption = False,
+    recipe: Annotated[str, common.option("--recipe", "NAME", "int4-rtn or int8-rtn.")] = "int4-rtn",
+    json: common.JsonOption = False,
+    cache: common.CacheOption = None,
+    offline: common.OfflineOption = False,
 ) -> None:
     """A conversion that was cut goes on where it was."""
     facts = read_model(find_model(source, cache, offline))

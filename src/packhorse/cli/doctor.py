@@ -8,16 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from packhorse.cli import common
-from packhorse.cli.common import CacheOption, JsonOption, note, print_json
+from packhorse.cli.common import CacheOption, JsonOption, note, option, print_json
 from packhorse.cli.plan import MACHINE_FILE
 from packhorse.core.units import format_bytes
 from packhorse.hub.resolve import default_cache
 
 SaveOption = Annotated[
-    bool,
-    typer.Option(
-        "--save-profile", help="Keep what was found as the machine that `plan` plans for.", show_default=False
-    ),
+    bool, option("--save-profile", None, "Keep what was found as the machine that `plan` plans for.")
 ]
 
 LoadOption = Annotated[

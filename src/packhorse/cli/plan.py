@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from packhorse.cli.common import CacheOption, JsonOption, OfflineOption, find_model, print_json
+from packhorse.cli.common import CacheOption, JsonOption, OfflineOption, find_model, option, print_json
 from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.core.units import parse_bytes
 from packhorse.facts.known import known_model, known_names
@@ -22,31 +22,27 @@ MACHINE_FILE = "machine.json"
 """What `doctor --save-profile` writes in the cache folder, and `plan` reads where no profile is named."""
 
 
-def _option(name: str, metavar: str | None, text: str) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, show_default=False)
-
-
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="As in other commands, or a name like qwen3.6-35b-a3b.")
 ]
-Profile = Annotated[str | None, _option("--profile", "NAME|FILE", "The machine. [default: this one]")]
-Context = Annotated[int | None, _option("--context", "N", "Tokens a request may hold.")]
-Sequences = Annotated[int, _option("--sequences", "N", "Requests at once. [default: 1]")]
+Profile = Annotated[str | None, option("--profile", "NAME|FILE", "The machine. [default: this one]")]
+Context = Annotated[int | None, option("--context", "N", "Tokens a request may hold.")]
+Sequences = Annotated[int, option("--sequences", "N", "Requests at once.")]
 Vram = Annotated[
-    str | None, _option("--vram", "SIZE", "Of each card. [default: auto, all a process can have]")
+    str | None, option("--vram", "SIZE", "Of each card. [default: auto, all a process can have]")
 ]
-Ram = Annotated[str | None, _option("--ram", "SIZE", "Host memory of the process.")]
-Disk = Annotated[str | None, _option("--disk", "SIZE", "Disk for weights and documents.")]
-Kv = Annotated[str | None, _option("--kv", "CODEC", "auto, fp16, bf16, fp8, k5v4 or k4v4.")]
-RecipeName = Annotated[str | None, _option("--recipe", "NAME", "int4, balanced, int8, bf16 ..., or 2.5bit.")]
-Draft = Annotated[int, _option("--draft", "N", "Tokens guessed ahead by the model's own head.")]
-HostKv = Annotated[int, _option("--host-kv", "N", "Tokens of a request whose KV stays in host memory.")]
-Prefer = Annotated[str, _option("--prefer", "speed|context|quality", "Decides what is not given.")]
-Link = Annotated[str | None, _option("--link", "NAME", "Such as pcie3-x4.")]
-Memory = Annotated[str | None, _option("--memory", "NAME", "Such as ddr5-2ch.")]
-Drive = Annotated[str | None, _option("--drive", "NAME", "Such as nvme4 or sata-ssd.")]
-Tariff = Annotated[float | None, _option("--tariff", "X", "Price of a kilowatt-hour.")]
-Explain = Annotated[bool, _option("--explain", None, "Show the arithmetic.")]
+Ram = Annotated[str | None, option("--ram", "SIZE", "Host memory of the process.")]
+Disk = Annotated[str | None, option("--disk", "SIZE", "Disk for weights and documents.")]
+Kv = Annotated[str | None, option("--kv", "CODEC", "auto, fp16, bf16, fp8, k5v4 or k4v4.")]
+RecipeName = Annotated[str | None, option("--recipe", "NAME", "int4, balanced, int8, bf16 ..., or 2.5bit.")]
+Draft = Annotated[int, option("--draft", "N", "Tokens guessed ahead by the model's own head.")]
+HostKv = Annotated[int, option("--host-kv", "N", "Tokens of a request whose KV stays in host memory.")]
+Prefer = Annotated[str, option("--prefer", "speed|context|quality", "Decides what is not given.")]
+Link = Annotated[str | None, option("--link", "NAME", "Such as pcie3-x4.")]
+Memory = Annotated[str | None, option("--memory", "NAME", "Such as ddr5-2ch.")]
+Drive = Annotated[str | None, option("--drive", "NAME", "Such as nvme4 or sata-ssd.")]
+Tariff = Annotated[float | None, option("--tariff", "X", "Price of a kilowatt-hour.")]
+Explain = Annotated[bool, option("--explain", None, "Show the arithmetic.")]
 
 
 def command(

@@ -9,23 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli import asking
-from packhorse.cli.common import (
-    CacheOption,
-    DiskOption,
-    JsonOption,
-    KeepDaysOption,
-    ModelArgument,
-    OfflineOption,
-    RamOption,
-    StoreOption,
-    VramOption,
-    find_model,
-    note,
-    option,
-    print_json,
-    store_fields,
-)
+from packhorse.cli import asking, common
+from packhorse.cli.common import find_model, note, option, print_json, store_fields
 from packhorse.core.errors import UsageError
 from packhorse.facts.read import read_model
 from packhorse.plan.report import check_planned, read_saved
@@ -69,11 +54,7 @@ MaxTokensOption = Annotated[
 DtypeOption = Annotated[str | None, option("--dtype", None, "auto, fp32, bf16 or fp16. [default: auto]")]
 WeightsOption = Annotated[
     str | None,
-    option(
-        "--weights",
-        None,
-        "Weights stored in few bits: auto, packed (as they are) or unpacked. [default: auto]",
-    ),
+    option("--weights", None, "Weights stored in few bits: auto, packed or unpacked. [default: auto]"),
 ]
 KvOption = Annotated[str | None, option("--kv", None, "auto, fp16, bf16, fp8, k5v4 or k4v4. [default: auto]")]
 DeviceOption = Annotated[str | None, option("--device", None, "cpu, cuda or cuda:N. [default: cpu]")]
@@ -84,7 +65,7 @@ PlanOption = Annotated[Path | None, option("--plan", "FILE", "Run what `packhors
 
 
 def command(
-    model: ModelArgument,
+    model: common.ModelArgument,
     host: HostOption = None,
     port: PortOption = None,
     api_key_file: KeyOption = None,
@@ -104,20 +85,20 @@ def command(
     device: DeviceOption = None,
     as_arch: asking.AsArchOption = None,
     exact: ExactOption = None,
-    store: StoreOption = None,
-    disk: DiskOption = None,
-    keep_days: KeepDaysOption = None,
-    ram: RamOption = None,
-    vram: VramOption = None,
+    store: common.StoreOption = None,
+    disk: common.DiskOption = None,
+    keep_days: common.KeepDaysOption = None,
+    ram: common.RamOption = None,
+    vram: common.VramOption = None,
     chat_template: asking.ChatTemplateOption = None,
     cors: CorsOption = None,
     body_limit: BodyLimitOption = None,
     keep_alive: KeepAliveOption = None,
     log_contents: LogContentsOption = None,
     supervise: SuperviseOption = False,
-    json: JsonOption = False,
-    cache: CacheOption = None,
-    offline: OfflineOption = False,
+    json: common.JsonOption = False,
+    cache: common.CacheOption = None,
+    offline: common.OfflineOption = False,
 ) -> None:
     """What is wrong with settings is said before the port is bound."""
     from packhorse.server.config import load_config
