@@ -14,8 +14,8 @@ from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
 
-from packhorse.core.errors import RefusedError
 from packhorse.core.units import MIB
+from packhorse.facts.fields import reading
 from packhorse.facts.model import ModelFacts
 from packhorse.store.durable import LAYOUT
 from packhorse.store.tier import StoreGeometry
@@ -64,8 +64,8 @@ def _digests(paths: Iterable[Path], known: Path) -> list[tuple[Path, bytes]]:
     except (OSError, ValueError):
         remembered = {}
     found: list[tuple[Path, bytes]] = []
-    try:
-        for path in paths:
+    for path in paths:
+        with reading(path):
             stat = path.stat()
             # Whoever changes a file cannot set its ctime.
             now = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
@@ -74,11 +74,6 @@ def _digests(paths: Iterable[Path], known: Path) -> list[tuple[Path, bytes]]:
             if not (isinstance(before, list) and before[:-1] == now):
                 remembered[name] = [*now, file_digest(path).hex()]
             found.append((path, bytes.fromhex(remembered[name][-1])))
-    except OSError as error:
-        raise RefusedError(
-            f"{error.filename} cannot be read: {error.strerror or error}.",
-            hint="Check the path and its permissions.",
-        ) from error
     part = known.with_name(f"{known.name}.{os.getpid()}.part")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "w") as stream:

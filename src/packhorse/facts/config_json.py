@@ -12,7 +12,7 @@ from typing import Any
 
 from packhorse.core.errors import UnsupportedModelError
 from packhorse.core.types import LayerKind
-from packhorse.facts.fields import Fields
+from packhorse.facts.fields import Fields, is_whole
 from packhorse.facts.model import FAMILIES, DeltaFacts, MoeFacts, RopeFacts
 
 ARCHITECTURES = {
@@ -251,7 +251,7 @@ def _experts(text: Fields, family: str, num_layers: int) -> tuple[MoeFacts | Non
     else:
         step = text.integer("decoder_sparse_step", 1)
         dense = text.items("mlp_only_layers") or []
-        if any(isinstance(index, bool) or not isinstance(index, int) for index in dense):
+        if not all(map(is_whole, dense)):
             raise text.wrong("mlp_only_layers", dense, "a list of layer numbers")
         layers = tuple(
             num_experts > 0 and index not in set(dense) and (index + 1) % step == 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from packhorse.core.errors import CorruptFileError, RefusedError
 from packhorse.core.units import MIB, format_bytes
@@ -17,12 +18,23 @@ MAX_DIM = 2**31 - 1
 """No dimension, count or position reaches this."""
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A block that reads a file. Raises RefusedError where the system does not let us."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedError(
+            f"{path} cannot be read: {error.strerror or error}.", hint="Check the path and its permissions."
+        ) from error
+
+
 def read_bytes(file: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """The whole of a small file.
 
     Raises RefusedError where the system does not let us read it, CorruptFileError above `limit` bytes.
     """
-    try:
+    with reading(file):
         size = file.stat().st_size
         if size > limit:
             raise CorruptFileError(
@@ -32,10 +44,6 @@ def read_bytes(file: Path, limit: int = MAX_JSON_BYTES) -> bytes:
                 limit=limit,
             )
         return file.read_bytes()
-    except OSError as error:
-        raise RefusedError(
-            f"{file} cannot be read: {error.strerror or error}.", hint="Check the path and its permissions."
-        ) from error
 
 
 def parse_object(data: bytes, what: str, *, unique: bool = False) -> dict[str, Any]:
@@ -64,13 +72,11 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key!r} occurs twice")
-            seen.add(key)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} occurs twice")
+        found[key] = value
     return found
 
 
@@ -101,94 +107,86 @@ class Fields:
             value=shown,
         )
 
-    def _absent(self, name: str) -> CorruptFileError:
-        return CorruptFileError(
-            f"{self.file} does not say {self.prefix}{name}.",
-            hint="The file is incomplete: fetch it again.",
-            field=self.prefix + name,
-        )
+    def _read(self, name: str, fits: Callable[[Any], bool], must_be: str) -> Any:
+        """The value, or None where absent."""
+        value = self.get(name)
+        if value is not None and not fits(value):
+            raise self.wrong(name, value, must_be)
+        return value
+
+    def _given(self, name: str, value: Any, default: Any) -> Any:
+        """The value, else the default."""
+        value = default if value is None else value
+        if value is None:
+            raise CorruptFileError(
+                f"{self.file} does not say {self.prefix}{name}.",
+                hint="The file is incomplete: fetch it again.",
+                field=self.prefix + name,
+            )
+        return value
 
     def maybe_integer(self, name: str, *, low: int = 1, high: int = MAX_DIM) -> int | None:
         """A whole number in [low, high], or None where absent."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(name, value, f"a whole number from {low} to {high}")
-        return value
+        must_be = f"a whole number from {low} to {high}"
+        return cast("int | None", self._read(name, lambda v: is_whole(v) and low <= v <= high, must_be))
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_DIM) -> int:
         """A whole number in [low, high]."""
-        value = self.maybe_integer(name, low=low, high=high)
-        value = default if value is None else value
-        if value is None:
-            raise self._absent(name)
-        return value
+        return int(self._given(name, self.maybe_integer(name, low=low, high=high), default))
 
     def maybe_number(self, name: str, *, low: float = 0.0, high: float = 1e30) -> float | None:
         """A finite number in [low, high], or None where absent."""
-        value = self.get(name)
-        if value is None:
-            return None
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # NOTE: the comparison comes first; math.isfinite overflows on integers beyond a float.
-        if not number or not low <= value <= high or not math.isfinite(value):
-            raise self.wrong(name, value, f"a number from {low:g} to {high:g}")
-        return float(value)
+
+        def fits(value: Any) -> bool:
+            # NOTE: the comparison comes before isfinite, which overflows on integers beyond a float.
+            return (
+                (is_whole(value) or isinstance(value, float))
+                and low <= value <= high
+                and math.isfinite(value)
+            )
+
+        value = self._read(name, fits, f"a number from {low:g} to {high:g}")
+        return None if value is None else float(value)
 
     def number(
         self, name: str, default: float | None = None, *, low: float = 0.0, high: float = 1e30
     ) -> float:
         """A finite number in [low, high]."""
-        value = self.maybe_number(name, low=low, high=high)
-        value = default if value is None else value
-        if value is None:
-            raise self._absent(name)
-        return value
+        return float(self._given(name, self.maybe_number(name, low=low, high=high), default))
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, value, "true or false")
-        return value
+        return bool(
+            self._given(name, self._read(name, lambda v: isinstance(v, bool), "true or false"), default)
+        )
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """A string."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.wrong(name, value, "a string")
-        return value
+        value = self._read(name, lambda v: isinstance(v, str), "a string")
+        return default if value is None else str(value)
 
     def items(self, name: str) -> list[Any] | None:
         """A list, or None where absent."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list):
-            raise self.wrong(name, value, "a list")
-        return value
+        return cast("list[Any] | None", self._read(name, lambda v: isinstance(v, list), "a list"))
 
     def table(self, name: str) -> Fields | None:
         """The fields of an object inside this one, or None where absent."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.wrong(name, value, "an object")
-        return Fields(value, self.file)
+        value = self._read(name, lambda v: isinstance(v, dict), "an object")
+        return None if value is None else Fields(value, self.file)
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; empty where absent."""
-        value = self.get(name)
-        if value is None:
-            return ()
-        found = value if isinstance(value, list) else [value]
-        for item in found:
-            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_DIM:
-                raise self.wrong(name, value, "a token id or a list of them")
-        return tuple(found)
+
+        def listed(value: Any) -> list[Any]:
+            return value if isinstance(value, list) else [value]
+
+        def fits(value: Any) -> bool:
+            return all(is_whole(item) and 0 <= item <= MAX_DIM for item in listed(value))
+
+        value = self._read(name, fits, "a token id or a list of them")
+        return () if value is None else tuple(listed(value))
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer, which True and False are not here."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packhorse.core.errors import CorruptFileError, RefusedError, UnsupportedModelError
+from packhorse.core.errors import CorruptFileError, UnsupportedModelError
 from packhorse.core.formats import GGUF_TYPES, GGUF_UNSUPPORTED
 from packhorse.core.units import MIB, round_up
+from packhorse.facts.fields import reading
 from packhorse.facts.model import TensorFacts
 
 MAGIC = b"GGUF"
@@ -51,17 +52,12 @@ def read_header(file: Path) -> GgufHeader:
     Raises CorruptFileError, UnsupportedModelError (version, byte order, tensor type), RefusedError where the
     file cannot be read. Takes no more memory than a small multiple of the header.
     """
-    try:
-        with file.open("rb") as stream:
-            size = stream.seek(0, 2)
-            if size < 24:
-                raise CorruptFileError(f"{file} has {size} bytes, too few for a GGUF file.", hint=_DAMAGED)
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(file, data).header()
-    except OSError as error:
-        raise RefusedError(
-            f"{file} cannot be read: {error.strerror or error}.", hint="Check the path and its permissions."
-        ) from error
+    with reading(file), file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        if size < 24:
+            raise CorruptFileError(f"{file} has {size} bytes, too few for a GGUF file.", hint=_DAMAGED)
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(file, data).header()
 
 
 class _Reader:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,7 @@ def _join_parts(header: GgufHeader) -> GgufHeader:
             hint=f"Give the file NAME-00001-of-{count:05d}.gguf, with all parts beside it.",
         )
     tensors = dict(header.tensors)
-    for number in range(2, count + 1):
-        part = header.file.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf")
+    for part in map(header.file.with_name, split_parts(header.file.name)[1:]):
         if not part.is_file():
             raise CorruptFileError(
                 f"{part.name} is missing beside {header.file}, one of {count} parts.", hint="Fetch all parts."
@@ -179,7 +179,10 @@ class _Reader:
             tensors=self.tensors,
             metadata=self.header.metadata,
             num_mtp_layers=num_mtp,
-            notes=self.mtp_note(num_layers),
+            notes=unused_note(
+                [t for name, t in self.tensors.items() if is_mtp_block(name, num_layers)],
+                "of multi-token prediction are not used yet",
+            ),
         )
 
     def refuse_settings(self) -> None:
@@ -365,24 +368,17 @@ class _Reader:
 
     def generation(self) -> dict[str, Any]:
         """Sampling defaults, where the file has some."""
-        names = {
-            "temp": "temperature",
-            "top_p": "top_p",
-            "min_p": "min_p",
-            "penalty_repeat": "repetition_penalty",
-        }
-        found: dict[str, Any] = {
-            ours: self.all.maybe_number(f"general.sampling.{theirs}") for theirs, ours in names.items()
-        }
-        found["top_k"] = self.all.maybe_integer("general.sampling.top_k", low=0)
+        own = Fields(self.header.metadata, self.file, prefix="general.sampling.")
+        found: dict[str, Any] = {name: own.maybe_number(name) for name in ("top_p", "min_p")}
+        found |= {"temperature": own.maybe_number("temp"), "top_k": own.maybe_integer("top_k", low=0)}
+        found["repetition_penalty"] = own.maybe_number("penalty_repeat")
         return {name: value for name, value in found.items() if value is not None}
 
-    def mtp_note(self, num_layers: int) -> tuple[str, ...]:
-        mtp = [t for name, t in self.tensors.items() if is_mtp_block(name, num_layers)]
-        if not mtp:
-            return ()
-        total = format_bytes(sum(tensor.num_bytes for tensor in mtp))
-        return (f"{len(mtp)} tensors ({total}) of multi-token prediction are not used yet.",)
+
+def unused_note(tensors: Sequence[TensorFacts], why: str) -> tuple[str, ...]:
+    """What to say of tensors that are in the files and not used, if there are any."""
+    total = format_bytes(sum(tensor.num_bytes for tensor in tensors))
+    return (f"{len(tensors)} tensors ({total}) {why}.",) if tensors else ()
 
 
 def is_mtp_block(name: str, num_layers: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from packhorse.core.errors import UnsupportedModelError, WeightsError
 from packhorse.core.formats import PACKED
 from packhorse.core.units import ceil_div
-from packhorse.facts.fields import Fields
+from packhorse.facts.fields import Fields, is_whole
 from packhorse.facts.model import StoredMatrix, TensorFacts
 from packhorse.facts.names import text_name
 
@@ -26,6 +26,8 @@ _CLOSEST = (
 )
 _HALF = ("F16", "BF16", "F32")
 Tensors = Mapping[str, TensorFacts]
+Needed = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+"""Shape and allowed types of a module's tensors, by role."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ def _group_len(fields: Fields, value: Any) -> int:
     """Columns of a group, 0 for a whole row."""
     if value in (-1, None):
         return 0
-    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    if not whole or not (value in _GROUPS or value % 128 == 0):
+    if not is_whole(value) or value <= 0 or not (value in _GROUPS or value % 128 == 0):
         raise refused(fields, "group_size", value, "16, 32, 64, a multiple of 128, or -1")
     return int(value)
 
@@ -111,12 +112,12 @@ class _Modules:
         layout: str,
         scheme: Scheme,
         shape: tuple[int, ...],
-        needed: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]],
+        needed: Needed,
         *,
         zero_shift: int = 0,
         weight: str = ".weight",
     ) -> StoredMatrix:
-        """The matrix of a module. needed: shape and allowed types of its tensors, by role."""
+        """The matrix of a module."""
         here = self.by_module[module]
         for role, (wanted, types) in needed.items():
             tensor = here.get(role)
@@ -247,7 +248,7 @@ def _compressed(quant: Fields, tensors: Tensors) -> dict[str, StoredMatrix]:
         if packed is not None:
             scheme = _scheme_of(quant, groups, module)
             N, words = _matrix_shape(packed)
-            K = _declared_columns(module, here, N, words, scheme)
+            K = _declared_columns(here, words, scheme)
             found[module] = modules.matrix(
                 module, "compressed", scheme, (N, K), _pack_quantized(here, scheme, N, K)
             )
@@ -309,25 +310,18 @@ def _scheme_of(quant: Fields, groups: list[tuple[list[str], Scheme]], module: st
     )
 
 
-def _declared_columns(module: str, here: Tensors, num_rows: int, words: int, scheme: Scheme) -> int:
+def _declared_columns(here: Tensors, words: int, scheme: Scheme) -> int:
     """Inputs of a pack-quantized matrix: its scales bound them from below where words hold more."""
     scale = here.get("weight_scale")
     most = words * 32 // scheme.bits
-    if (
-        scale is None
-        or len(scale.shape) != 2
-        or not scheme.group_len
-        or scale.shape[1] * scheme.group_len >= most
-    ):
+    if scale is None or len(scale.shape) != 2 or not scheme.group_len:
         return most
-    return scale.shape[1] * scheme.group_len
+    return min(most, scale.shape[1] * scheme.group_len)
 
 
-def _pack_quantized(
-    here: Tensors, scheme: Scheme, N: int, K: int
-) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _pack_quantized(here: Tensors, scheme: Scheme, N: int, K: int) -> Needed:
     groups = ceil_div(K, scheme.group_len or K)
-    needed: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    needed: Needed = {
         "weight_packed": ((N, ceil_div(K * scheme.bits, 32)), ("I32",)),
         "weight_scale": ((N, groups), _HALF),
         "weight_shape": ((2,), ("I64", "I32")),
@@ -343,7 +337,7 @@ def _fp8(quant: Fields, tensors: Tensors) -> dict[str, StoredMatrix]:
     _one_of(quant, "fmt", quant.text("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     blocks = quant.items("weight_block_size")
     if blocks is not None:
-        sizes = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in blocks)
+        sizes = all(is_whole(size) and size > 0 for size in blocks)
         if len(blocks) != 2 or not sizes or blocks[1] % 128:
             raise refused(quant, "weight_block_size", blocks, "[rows, a multiple of 128 columns]")
     found = {}
@@ -399,7 +393,7 @@ def _packhorse(quant: Fields, tensors: Tensors) -> dict[str, StoredMatrix]:
             _matrix_shape(here["q"])
         K = shape[-1] * 8 // form.bits
         scales = (*shape[:-1], ceil_div(K, form.group_len))
-        needed = {"q": (shape, ("U8",)), "scale": (scales, ("F16",))}
+        needed: Needed = {"q": (shape, ("U8",)), "scale": (scales, ("F16",))}
         if form.kind == "zero":
             needed["zero"] = (scales, ("F16",))
         scheme = Scheme(form.bits, form.group_len, form.kind == "symmetric")
@@ -409,9 +403,5 @@ def _packhorse(quant: Fields, tensors: Tensors) -> dict[str, StoredMatrix]:
 
 
 _METHODS = {
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed,
-    "fp8": _fp8,
-    "packhorse": _packhorse,
-}
+    "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "packhorse": _packhorse,
+}  # fmt: skip

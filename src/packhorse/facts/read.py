@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.core.errors import CorruptFileError, RefusedError, TokenizerError, UnsupportedModelError
-from packhorse.core.units import format_bytes
 from packhorse.facts import names
 from packhorse.facts.config_json import config_fields, quantization_fields
-from packhorse.facts.fields import Fields, read_bytes, read_object
-from packhorse.facts.gguf_model import is_later_part, read_gguf
-from packhorse.facts.model import ModelFacts, TensorFacts
+from packhorse.facts.fields import Fields, read_bytes, read_object, reading
+from packhorse.facts.gguf_model import is_later_part, read_gguf, unused_note
+from packhorse.facts.model import ModelFacts
 from packhorse.facts.quantization import stored_matrices
 from packhorse.facts.safetensors_header import PICKLES, read_folder
 
@@ -28,20 +27,13 @@ def read_model(path: str | Path) -> ModelFacts:
     UnsupportedModelError, TokenizerError), each with what to change.
     """
     path = Path(path).expanduser()
-    try:
+    with reading(path):
         if path.is_dir():
             return _read_folder(path)
         if path.is_file():
             return _read_file(path)
-    except OSError as error:
-        raise RefusedError(
-            f"{path} cannot be read: {error.strerror or error}.", hint="Check the path and its permissions."
-        ) from error
-    raise RefusedError(
-        f"There is no model at {path}.",
-        hint="Give a folder with config.json, or a GGUF file.",
-        path=str(path),
-    )
+    hint = "Give a folder with config.json, or a GGUF file."
+    raise RefusedError(f"There is no model at {path}.", hint=hint, path=str(path))
 
 
 def _read_file(file: Path) -> ModelFacts:
@@ -137,19 +129,12 @@ def _chat_template(folder: Path) -> str | None:
 
 def _note_unused(facts: ModelFacts) -> ModelFacts:
     """Counts what is in the files and not used."""
-    notes = list(facts.notes)
     mtp = [tensor for name, tensor in facts.tensors.items() if names.is_mtp(name)]
     vision = [tensor for name, tensor in facts.tensors.items() if names.is_vision(name)]
     num_mtp_layers = facts.num_mtp_layers
     if facts.tensors:
         layers = {match[1] for t in mtp if (match := re.search(r"mtp\.layers\.(\d+)\.", t.name))}
         num_mtp_layers = len(layers)
-    if mtp:
-        notes.append(f"{_summed(mtp)} of multi-token prediction are not used yet.")
-    if vision:
-        notes.append(f"{_summed(vision)} of the vision part are not loaded.")
-    return replace(facts, notes=tuple(notes), num_mtp_layers=num_mtp_layers)
-
-
-def _summed(tensors: list[TensorFacts]) -> str:
-    return f"{len(tensors)} tensors ({format_bytes(sum(t.num_bytes for t in tensors))})"
+    notes = (*facts.notes, *unused_note(mtp, "of multi-token prediction are not used yet"))
+    notes += unused_note(vision, "of the vision part are not loaded")
+    return replace(facts, notes=notes, num_mtp_layers=num_mtp_layers)

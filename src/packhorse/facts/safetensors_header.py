@@ -10,9 +10,9 @@ import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from packhorse.core.errors import CorruptFileError, RefusedError, UnsupportedModelError
+from packhorse.core.errors import CorruptFileError, UnsupportedModelError
 from packhorse.core.formats import FORMATS
-from packhorse.facts.fields import parse_object, read_object
+from packhorse.facts.fields import is_whole, parse_object, read_object, reading
 from packhorse.facts.model import TensorFacts
 
 MAX_HEADER_BYTES = 100_000_000
@@ -31,23 +31,18 @@ def read_header(file: Path) -> dict[str, TensorFacts]:
     Raises CorruptFileError where the header contradicts itself or the size of the file, UnsupportedModelError
     for a dtype that is not known, RefusedError where the file cannot be read.
     """
-    try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            head = stream.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > size - 8 or length > MAX_HEADER_BYTES or length < 2:
-                raise CorruptFileError(
-                    f"{file} says that its header takes {length:,} bytes, and the file has {size:,}.",
-                    hint=_DAMAGED,
-                    header_bytes=length,
-                    file_bytes=size,
-                )
-            data = stream.read(length)
-    except OSError as error:
-        raise RefusedError(
-            f"{file} cannot be read: {error.strerror or error}.", hint="Check the path and its permissions."
-        ) from error
+    with reading(file), file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        head = stream.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > size - 8 or length > MAX_HEADER_BYTES or length < 2:
+            raise CorruptFileError(
+                f"{file} says that its header takes {length:,} bytes, and the file has {size:,}.",
+                hint=_DAMAGED,
+                header_bytes=length,
+                file_bytes=size,
+            )
+        data = stream.read(length)
     if not data.startswith(b"{"):
         raise CorruptFileError(f"The header of {file} does not start with a brace.", hint=_DAMAGED)
     entries = parse_object(data, f"The header of {file}", unique=True)
@@ -86,8 +81,8 @@ def _tensor(file: Path, start: int, name: str, entry: Any) -> TensorFacts:
     return tensor
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _is_size(value: Any) -> bool:
+    return is_whole(value) and 0 <= value < 2**63
 
 
 def _check_cover(file: Path, tensors: list[TensorFacts], start: int, size: int) -> None:
