@@ -146,11 +146,11 @@ def test_cut_and_resumed_gives_the_same_bytes(source, tmp_path, monkeypatch):
         convert(facts, cut, "int4-rtn", stop)
     # As a kill in the middle of the third shard leaves it.
     (cut / "model-00003-of-00009.part").write_bytes(b"half")
-    first = (cut / module.shard_name(0, len(list(whole.glob("*.safetensors"))))).stat().st_mtime_ns
+    first = (cut / module.writer.shard_name(0, len(list(whole.glob("*.safetensors"))))).stat().st_mtime_ns
     with pytest.raises(RefusedError, match=r"no config\.json"):
         read_model(cut)
     # What is being made of a shard is seen while it is made.
-    one = (cut / module.shard_name(0, len(list(whole.glob("*.safetensors"))))).stat().st_size
+    one = (cut / module.writer.shard_name(0, len(list(whole.glob("*.safetensors"))))).stat().st_size
     steps = sorted({done for done, _ in calls if done < one})
     assert steps[0] == 0 and len(steps) > 3 and sorted(calls) == calls
     notes: list[str] = []
@@ -173,7 +173,7 @@ def test_what_is_refused(source, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="is not empty"):
         convert(facts, tmp_path / "full", "int4-rtn")
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["notes.txt"]
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(module.writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(DoesNotFitError, match=r"has 1000 B free"):
         convert(facts, tmp_path / "y", "int4-rtn")
     monkeypatch.undo()
@@ -221,6 +221,6 @@ def test_what_was_interrupted_says_that_it_goes_on(source, tmp_path, capsys, mon
     def interrupt(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "write_shard", interrupt)
+    monkeypatch.setattr(module.writer, "write_shard", interrupt)
     assert cli.run(["convert", str(source), str(tmp_path / "out")]) == 130
     assert "the same command goes on" in capsys.readouterr().err

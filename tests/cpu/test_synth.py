@@ -145,7 +145,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     (tmp_path / "full" / "x").write_text("")
     with pytest.raises(UsageError, match="is not empty"):
         synthesize(tmp_path / "full", "qwen3.6-27b")
-    monkeypatch.setattr(synth.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    monkeypatch.setattr(synth.writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(DoesNotFitError, match=r"has 10 B free"):
         synthesize(out, "qwen3.6-27b")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.core.errors import DoesNotFitError, RefusedError, UsageError
+from packhorse.core.errors import UsageError
 from packhorse.core.formats import COMPUTE_DTYPES, PACKED, PackedFormat
-from packhorse.core.units import GIB, ceil_div, format_bytes
+from packhorse.core.units import GIB, ceil_div
 from packhorse.facts.config_json import config_fields
 from packhorse.facts.known import known_config
 from packhorse.facts.model import ModelFacts
 from packhorse.facts.recipes import Recipe, recipe
 from packhorse.facts.weights import class_of
+from packhorse.models import writer
 from packhorse.models.loader import model_params
 from packhorse.models.params import Part
-from packhorse.models.writer import TensorSpec, shard_bytes, shard_name, write_index, write_json, write_shard
+from packhorse.models.writer import TensorSpec
 
 ROUTERS = ("uniform", "zipf")
 MADE = ("int4", "int8", "balanced", *COMPUTE_DTYPES)
@@ -42,6 +42,8 @@ _STEERED = 64
 _SHARE = 0.1
 """What a layer's parts add to the residual, over the embedding's size."""
 _SLICE = 1 << 24
+Item = tuple[Part, PackedFormat | None, bool]
+"""A tensor, how it is packed, and whether it is fp32 whatever the compute type is."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -75,24 +77,22 @@ def synthesize(
         raise UsageError(f"{like} has no experts for the router zipf.", hint="Leave out --router.")
     maker = _Maker(facts, recipe(recipe_name), router, seed)
     shards = maker.shards()
-    total = sum(shard_bytes(maker.specs(shard)) for shard in shards)
-    try:
+    total = sum(writer.shard_bytes(maker.specs(shard)) for shard in shards)
+    with writer.writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        _check_disk(out, total)
+        writer.check_space(out, total)
         done = 0
         for index, parts in enumerate(shards):
             specs = maker.specs(parts)
-            write_shard(out / shard_name(index, len(shards)), specs, maker.values(parts))
-            done += shard_bytes(specs)
+            writer.write_shard(out / writer.shard_name(index, len(shards)), specs, maker.values(parts))
+            done += writer.shard_bytes(specs)
             if progress is not None:
                 progress(done, total)
-        write_index(out, [maker.specs(parts) for parts in shards])
+        writer.write_index(out, [maker.specs(parts) for parts in shards])
         declared = {"quant_method": "packhorse", "version": 1, "modules": maker.modules}
-        write_json(out / "config.json", config | ({"quantization_config": declared} if maker.modules else {}))
-    except OSError as error:
-        raise RefusedError(
-            f"{out} cannot be written: {error.strerror or error}.", hint="Check the folder and its disk."
-        ) from error
+        writer.write_json(
+            out / "config.json", config | ({"quantization_config": declared} if maker.modules else {})
+        )
     return total
 
 
@@ -111,18 +111,6 @@ def _shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _check_disk(out: Path, total: int) -> None:
-    free = shutil.disk_usage(out).free
-    if total > free:
-        raise DoesNotFitError(
-            f"{format_bytes(total)} are to be written to {out}, and its disk has {format_bytes(free)} free.",
-            asked=total,
-            available=free,
-            unit="bytes",
-            hint="Free space, or give a folder on another disk.",
-        )
-
-
 class _Maker:
     """Tensors of a model by name, each from a random stream of its own."""
 
@@ -132,7 +120,7 @@ class _Maker:
         self.router = router
         self.seed = seed
         self.modules: dict[str, str] = {}
-        self.parts: list[tuple[Part, PackedFormat | None, bool]] = []
+        self.parts: list[Item] = []
         for param in model_params(facts):
             for part in param.choices[0]:
                 form = None if param.fp32 else self._format(part)
@@ -148,20 +136,11 @@ class _Maker:
             return None
         return PACKED[name]
 
-    def shards(self) -> list[list[tuple[Part, PackedFormat | None, bool]]]:
+    def shards(self) -> list[list[Item]]:
         """Parts of each file."""
-        found: list[list[tuple[Part, PackedFormat | None, bool]]] = [[]]
-        size = 0
-        for item in self.parts:
-            made = sum(spec.num_bytes for spec in self.specs([item]))
-            if found[-1] and size + made > SHARD_BYTES:
-                found.append([])
-                size = 0
-            found[-1].append(item)
-            size += made
-        return found
+        return writer.in_shards(self.parts, lambda item: self.specs([item]), SHARD_BYTES)
 
-    def specs(self, parts: list[tuple[Part, PackedFormat | None, bool]]) -> list[TensorSpec]:
+    def specs(self, parts: list[Item]) -> list[TensorSpec]:
         """The tensors of parts, in order."""
         specs = []
         for part, form, fp32 in parts:
@@ -175,7 +154,7 @@ class _Maker:
                 specs.append(TensorSpec(f"{_module(part)}.scale", "F16", (*lead, groups)))
         return specs
 
-    def values(self, parts: list[tuple[Part, PackedFormat | None, bool]]) -> Iterator[Tensor]:
+    def values(self, parts: list[Item]) -> Iterator[Tensor]:
         """The tensors of `specs`, made one after the other."""
         for part, form, fp32 in parts:
             word = hashlib.blake2b(f"{self.seed} {part.source}".encode(), digest_size=16).digest()

@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packhorse.core.errors import DoesNotFitError, RefusedError, UsageError, WeightsError
-from packhorse.core.units import GIB, format_bytes
+from packhorse.core.errors import RefusedError, UsageError, WeightsError
+from packhorse.core.units import GIB
 from packhorse.facts.fields import read_object
 from packhorse.facts.model import ModelFacts, TensorFacts
 from packhorse.facts.recipes import CONVERTED, GROUP_LEN, PRODUCTS
 from packhorse.facts.safetensors_header import INDEX
 from packhorse.facts.weights import class_of
+from packhorse.models import writer
 from packhorse.models.raw import read_plain
-from packhorse.models.writer import TensorSpec, shard_bytes, shard_name, write_index, write_json, write_shard
+from packhorse.models.writer import TensorSpec
 from packhorse.quant.rounding import nibbles, round_groups
 
 SHARD_BYTES = 2 * GIB
@@ -62,7 +63,7 @@ class Conversion:
     @property
     def num_bytes(self) -> int:
         """Bytes of all shards."""
-        return sum(shard_bytes(self.specs(index)) for index in range(len(self.shards)))
+        return sum(writer.shard_bytes(self.specs(index)) for index in range(len(self.shards)))
 
 
 def plan_conversion(facts: ModelFacts, recipe: str) -> Conversion:
@@ -78,15 +79,7 @@ def plan_conversion(facts: ModelFacts, recipe: str) -> Conversion:
         what = "is packed already" if facts.stored or facts.container == "gguf" else "holds no weights"
         raise RefusedError(f"{facts.path} {what}.", hint="Give a folder with BF16 or FP16 safetensors files.")
     draft = Conversion(facts, CONVERTED[recipe], (), ())
-    shards: list[list[TensorFacts]] = [[]]
-    size = 0
-    for tensor in facts.tensors.values():
-        made = sum(spec.num_bytes for spec in _specs(tensor, draft))
-        if shards[-1] and size + made > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += made
+    shards = writer.in_shards(facts.tensors.values(), lambda tensor: _specs(tensor, draft), SHARD_BYTES)
     kept = tuple(
         tensor.name for tensor in facts.tensors.values()
         if _is_matrix(tensor, facts) and not _is_packed(tensor, draft)
@@ -108,7 +101,7 @@ def convert(
     DoesNotFitError where the disk is too small, WeightsError for values that are not finite.
     """
     conversion = plan_conversion(facts, recipe)
-    try:
+    with writer.writing(out):
         there = _claim(conversion, out, recipe)
         if there and note is not None:
             count = sum(len(conversion.shards[index]) for index in there)
@@ -118,19 +111,15 @@ def convert(
             specs = conversion.specs(index)
             if index not in there:
                 made = (value for tensor in tensors for value in _values(tensor, conversion))
-                file = out / shard_name(index, len(conversion.shards))
-                write_shard(file, specs, _shown(made, done, total, progress))
-            done += shard_bytes(specs)
+                file = out / writer.shard_name(index, len(conversion.shards))
+                writer.write_shard(file, specs, _shown(made, done, total, progress))
+            done += writer.shard_bytes(specs)
             if progress is not None:
                 progress(done, total)
-        write_index(out, [conversion.specs(index) for index in range(len(conversion.shards))])
+        writer.write_index(out, [conversion.specs(index) for index in range(len(conversion.shards))])
         _copy_rest(facts.path, out)
-        write_json(out / "config.json", _config(conversion))
+        writer.write_json(out / "config.json", _config(conversion))
         (out / STATE).unlink()
-    except OSError as error:
-        raise RefusedError(
-            f"{out} cannot be written: {error.strerror or error}.", hint="Check the folder and its disk."
-        ) from error
     return conversion
 
 
@@ -148,7 +137,7 @@ def _shown(
 def _claim(conversion: Conversion, out: Path, recipe: str) -> set[int]:
     """Make sure that `out` is ours: new, or of the same conversion, cut. Returns the shards that are there."""
     facts, count = conversion.facts, len(conversion.shards)
-    there = {index for index in range(count) if (out / shard_name(index, count)).is_file()}
+    there = {index for index in range(count) if (out / writer.shard_name(index, count)).is_file()}
     seed = hashlib.blake2b(digest_size=16)
     for tensor in facts.tensors.values():
         seed.update(repr((tensor.name, tensor.shape, tensor.format.name, tensor.offset)).encode())
@@ -171,19 +160,11 @@ def _claim(conversion: Conversion, out: Path, recipe: str) -> set[int]:
             )
     else:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / STATE, state)
+        writer.write_json(out / STATE, state)
     for part in out.glob("*.part"):
         part.unlink()
-    missing = sum(shard_bytes(conversion.specs(index)) for index in range(count) if index not in there)
-    free = shutil.disk_usage(out).free
-    if missing > free:
-        raise DoesNotFitError(
-            f"{format_bytes(missing)} are to be written to {out}, and its disk has {format_bytes(free)} free.",
-            asked=missing,
-            available=free,
-            unit="bytes",
-            hint="Free space, or give a folder on another disk.",
-        )
+    missing = sum(writer.shard_bytes(conversion.specs(index)) for index in range(count) if index not in there)
+    writer.check_space(out, missing)
     return there
 
 

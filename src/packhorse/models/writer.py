@@ -6,18 +6,24 @@ A shard is written beside its name and takes it when all of it is on disk, so th
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from packhorse.core.errors import DoesNotFitError, RefusedError
 from packhorse.core.formats import FORMATS
+from packhorse.core.units import format_bytes
 from packhorse.facts.safetensors_header import INDEX
 from packhorse.models.raw import DTYPES
 
+T = TypeVar("T")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -34,10 +40,47 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        count = 1
-        for dim in self.shape:
-            count *= dim
-        return FORMATS[self.dtype].num_bytes(count)
+        return FORMATS[self.dtype].num_bytes(math.prod(self.shape))
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A block that writes to a folder. Raises RefusedError where that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedError(
+            f"{folder} cannot be written: {error.strerror or error}.", hint="Check the folder and its disk."
+        ) from error
+
+
+def check_space(folder: Path, size: int) -> None:
+    """Raises DoesNotFitError where a folder's disk has no room for so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise DoesNotFitError(
+            f"{format_bytes(size)} are to be written to {folder}, and its disk has {format_bytes(free)} free.",
+            asked=size,
+            available=free,
+            unit="bytes",
+            hint="Free space, or give a folder on another disk.",
+        )
+
+
+def in_shards(
+    items: Iterable[T], specs: Callable[[T], Iterable[TensorSpec]], most_bytes: int
+) -> list[list[T]]:
+    """Items in files of at most `most_bytes`, or of one item, in order. specs: the tensors that an item becomes."""
+    shards: list[list[T]] = [[]]
+    size = 0
+    for item in items:
+        made = sum(spec.num_bytes for spec in specs(item))
+        if shards[-1] and size + made > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += made
+    return shards
 
 
 def shard_name(index: int, count: int) -> str:
