@@ -92,6 +92,7 @@ class Speed:
         fixed["drive"] = machine.drive_rate * part["drive"]
         memory = machine.memory_rate * part["memory"]
         if machine.card is None:
+            fixed["kernel_s"] = 1e-6 * data["cpu_kernel_us"]["values"][-1 - band]
             flops = 1e9 * data["cpu_gflops_per_core"]["values"][band] * machine.cores
             reads = dict.fromkeys(("dense", "experts", "kv", "link", "copies"), memory)
             kinds = ("products", "expert_products", "attention", "short_attention", "delta")
