@@ -1,5 +1,6 @@
 """Recall tasks: exact to the token, same from the same seed, true to what they hide, scored as documented."""
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import tokenizers
 
 from packhorse.core.errors import DoesNotFitError, UsageError
 from packhorse.verify.makers import MAKERS
-from packhorse.verify.tasks import LANGUAGES, TASKS, Sample, build, read_haystack, score
+from packhorse.verify.tasks import LANGUAGES, TASKS, Sample, build, build_together, read_haystack, score
 
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -94,6 +95,22 @@ def test_depth_is_where_the_fact_lies(task):
         sample = make(task, length=length, depth=depth)
         at = text.index(sample.expected[0]) / len(text)
         assert abs(at - depth) < 0.06
+
+
+@pytest.mark.parametrize("task", ["single", "multi_key", "kv_json", "variables", "clauses"])
+@pytest.mark.parametrize("encode", [recall_chat, other_chat])
+def test_questions_about_one_document_differ_in_question_and_padding_alone(task, encode):
+    depths = (0.0, 0.9, 0.4)
+    samples = build_together(task, encode, length=2000, depths=depths, seed=3)
+    assert [(len(s.token_ids), s.depth) for s in samples] == [(2000, depth) for depth in depths]
+    assert len({s.expected for s in samples}) == len({s.question for s in samples}) == 3
+    document = os.path.commonprefix([text_of(s) for s in samples])  # noqa: RUF071 - by character
+    assert all(len(text_of(s)) - len(document) < len(s.question) + 60 for s in samples)
+    # (A clause's duty is asked for, which its number stands before.)
+    places = [min(document.index(value) for value in s.expected) for s in samples]
+    assert sorted(places) == [places[0], places[2], places[1]]
+    (alone,) = build_together(task, encode, length=2000, depths=(0.4,), seed=3)
+    assert alone == build(task, encode, length=2000, depth=0.4, seed=3)
 
 
 def test_density_is_the_number_of_distractors():

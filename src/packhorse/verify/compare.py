@@ -127,26 +127,31 @@ class Feature:
         return min(counts.get(name, steps) * (found[name] == value) for name, value in self.changes.items())
 
     def row(self, reference: Sequence[Record]) -> dict[str, Any]:
-        """The figures against the reference's records. Raises UsageError where the feature never was at work."""
-        asked = {trial_key(record) for record in reference}
-        # A run that was cut may have left one more, and asked it again.
-        known = {trial_key(record): record for record in self.records}
-        ours = [record for key, record in known.items() if key in asked]
-        active = sum(record["active"] for record in ours)
-        if not active:
-            raise UsageError(
-                f"{self.name} was not at work in any of {len(ours)} samples, so nothing was compared.",
-                hint="Ask for longer prompts, or leave it out of --compare.",
-            )
-        kl = [value for record in ours for value in record["kl"]]
-        same = [value for record in ours for value in record["same"]]
-        found = compare(reference, ours)
-        return {
-            "feature": self.name, "active": active, "pairs": found.pairs, "p": found.p, "tokens": len(kl),
-            "reference_right": found.both + found.only_first, "right": found.both + found.only_second,
-            "only_reference": found.only_first, "only_feature": found.only_second,
-            "kl_mean": sum(kl) / len(kl), "kl_max": max(kl), "same_token": sum(same) / len(same),
-        }  # fmt: skip
+        """See `feature_row`."""
+        return feature_row(self.name, self.records, reference)
+
+
+def feature_row(name: str, records: Sequence[Record], reference: Sequence[Record]) -> dict[str, Any]:
+    """A feature's figures from its records against the reference's. Raises UsageError where it never was at work."""
+    asked = {trial_key(record) for record in reference}
+    # A run that was cut may have left one more, and asked it again.
+    known = {trial_key(record): record for record in records}
+    ours = [record for key, record in known.items() if key in asked]
+    active = sum(record["active"] for record in ours)
+    if not active:
+        raise UsageError(
+            f"{name} was not at work in any of {len(ours)} samples, so nothing was compared.",
+            hint="Ask for longer prompts, or leave it out of --compare.",
+        )
+    kl = [value for record in ours for value in record["kl"]]
+    same = [value for record in ours for value in record["same"]]
+    found = compare(reference, ours)
+    return {
+        "feature": name, "active": active, "pairs": found.pairs, "p": found.p, "tokens": len(kl),
+        "reference_right": found.both + found.only_first, "right": found.both + found.only_second,
+        "only_reference": found.only_first, "only_feature": found.only_second,
+        "kl_mean": sum(kl) / len(kl), "kl_max": max(kl), "same_token": sum(same) / len(same),
+    }  # fmt: skip
 
 
 def ask_pairs(reference: Asker, features: Sequence[Feature], sample: Sample) -> Record:

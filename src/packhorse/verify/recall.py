@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, PackhorseError, UsageError
 from packhorse.core.protocols import Steering
 from packhorse.core.types import FinishReason
-from packhorse.engine.session import Session
 from packhorse.text.reasoning import Think, may_think, thinking_options
 from packhorse.verify.tasks import LANGUAGES, TASKS, Chat, Sample, build, score
+
+if TYPE_CHECKING:
+    from packhorse.engine.session import Session
 
 VERSION = 1
 ANSWER_ROOM = 512

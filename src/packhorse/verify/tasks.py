@@ -90,23 +90,48 @@ def build(
 
     Raises UsageError for settings that mean nothing, DoesNotFitError where the task needs more tokens.
     """
-    _check(task, language, depth, density, haystack)
-    rng = Random(f"{task}/{language}/{length}/{depth:.6f}/{seed}")
+    (sample,) = build_together(
+        task, encode, length=length, depths=(depth,), seed=seed, language=language, density=density, haystack=haystack
+    )  # fmt: skip
+    return sample
+
+
+def build_together(
+    task: str,
+    encode: EncodeChat,
+    *,
+    length: int,
+    depths: Sequence[float],
+    seed: int,
+    language: str = "en",
+    density: float | None = None,
+    haystack: Sequence[str] | None = None,
+) -> list[Sample]:
+    """Samples over one document that hides a target at each of `depths`; only the question and its padding differ.
+    Otherwise as `build`."""
+    for depth in depths:
+        _check(task, language, depth, density, haystack)
+    rng = Random(f"{task}/{language}/{length}/{'+'.join(f'{d:.6f}' for d in depths)}/{seed}")
     maker = MAKERS[task](rng, language)
     wanted = maker.density if density is None else density
-    hidden = [hide(maker, maker.target(), depth)]
+    hidden = [hide(maker, maker.target(), depth) for depth in depths]
     for _ in range(min(round(wanted * length / 1000), maker.most_distractors)):
         hidden.append(hide(maker, maker.distractor(), rng.random()))
     document = _Document(maker, hidden, _filler(maker, haystack))
-    units, plant = document.compose(_fit(document, encode, length))
-    chat, ids = _pad(maker, units, plant, encode, length)
-    answer_len = len(encode([*chat[:-1], {"role": "user", "content": plant.reply}])) - len(
-        encode([*chat[:-1], {"role": "user", "content": ""}])
-    )
-    return Sample(
-        task, language, length, depth, seed, chat, tuple(ids), plant.question, plant.reply, plant.expected,
-        plant.pattern, answer_len + ANSWER_MARGIN,
-    )  # fmt: skip
+    units, plants = document.compose(_fit(document, encode, length, len(depths)))
+    samples = []
+    for depth, plant in zip(depths, plants, strict=False):
+        chat, ids = _pad(maker, units, plant, encode, length)
+        answer_len = len(encode([*chat[:-1], {"role": "user", "content": plant.reply}])) - len(
+            encode([*chat[:-1], {"role": "user", "content": ""}])
+        )
+        samples.append(
+            Sample(
+                task, language, length, depth, seed, chat, tuple(ids), plant.question, plant.reply, plant.expected,
+                plant.pattern, answer_len + ANSWER_MARGIN,
+            )
+        )  # fmt: skip
+    return samples
 
 
 def read_haystack(folder: Path) -> list[str]:
@@ -215,20 +240,24 @@ class _Document:
         self._filler = filler
         self._drawn: list[str] = []
 
-    def compose(self, count: int) -> tuple[list[str], Plant]:
-        """Units with `count` of filler, and the plant that is asked about."""
+    def compose(self, count: int) -> tuple[list[str], list[Plant]]:
+        """Units with `count` of filler, and the plants in the order of `hidden`."""
         while len(self._drawn) < count:
             self._drawn.append(next(self._filler))
-        units, plants = arrange(self._drawn[:count], self._hidden)
-        return units, plants[0]
+        return arrange(self._drawn[:count], self._hidden)
 
 
-def _fit(document: _Document, encode: EncodeChat, length: int) -> int:
-    """The most filler units with which the prompt has at most `length` tokens."""
+def _fit(document: _Document, encode: EncodeChat, length: int, asked: int) -> int:
+    """The most filler units with which the prompt has at most `length` tokens, whichever of the first `asked` plants
+    it asks about."""
+
+    def question_len(plant: Plant) -> int:
+        return len(encode([{"role": "user", "content": plant.question}]))
 
     def tokens(count: int) -> int:
-        units, plant = document.compose(count)
-        return len(encode(document.maker.messages(units, plant.question, "")))
+        units, plants = document.compose(count)
+        longest = max(plants[:asked], key=question_len) if asked > 1 else plants[0]
+        return len(encode(document.maker.messages(units, longest.question, "")))
 
     low, low_tokens = 0, tokens(0)
     if low_tokens > length:
