@@ -4,18 +4,16 @@ python tests/durable_files.py DIR FIRST    prints each number when its record is
 python tests/durable_files.py DIR STEP     writes 3 and 4 and drops 0, and ends there and then at a step of STEPS
 """
 
-import os
 import sys
 from pathlib import Path
 from random import Random
 
 from packhorse.core.units import MIB
-from packhorse.store.durable import DurableStore, FileSystem
+from packhorse.store.durable import DurableStore
+from packhorse.store.files import Faults, FileSystem
 from packhorse.store.records import Image, Kind, Record
 
 MODEL = b"m" * 32
-ENDED = 77
-"""Exit code of a process that has reached the step at which it is to end."""
 
 
 def key(number: int, what: str = "key") -> bytes:
@@ -63,20 +61,10 @@ def write_for_ever(folder: Path, first: int) -> None:
         number += 1
 
 
-class Ending(FileSystem):
-    """The process ends at `step`."""
-
-    step = ""
-
-    def reached(self, step: str) -> None:
-        if step == self.step:
-            os._exit(ENDED)
-
-
 def end_at(folder: Path, step: str) -> None:
-    files = Ending()
+    files = Faults()
     store, model = open_store(folder, files=files)
-    files.step = step
+    files.end_at = step
     store.write(model, [image(3), image(4)])
     found = find(store, 0)
     assert found is not None

@@ -350,7 +350,7 @@ def test_ask_keeps_its_document(tmp_path, capsys, hut):
 
 def test_what_is_too_old_is_read_again(tmp_path, capsys, hut, monkeypatch):
     store, now = tmp_path / "s", 1e9
-    monkeypatch.setattr("packhorse.store.durable.FileSystem.now", lambda _: now)
+    monkeypatch.setattr("packhorse.store.files.FileSystem.now", lambda _: now)
     for days, found in ((0.0, False), (1.5, True), (2.5, False), (3.0, True)):
         now = 1e9 + days * 86400
         assert ask(store, hut, "--keep-days", "2", QUESTION) == 0

@@ -20,45 +20,10 @@ import durable_files as numbers
 from packhorse.core.errors import RefusedError, UsageError
 from packhorse.core.units import MIB
 from packhorse.store import durable
-from packhorse.store.durable import DurableStore, FileSystem
+from packhorse.store.durable import DurableStore
+from packhorse.store.files import ENDED, STEPS, Faults, FileSystem
+from packhorse.store.index import LAYOUT
 from packhorse.store.records import Image, RamRecords, UnreadableError
-
-
-class Faulty(FileSystem):
-    """A system that fails as it is told to."""
-
-    def __init__(self) -> None:
-        self.errors: dict[str, int] = {}
-        self.short = False
-        self.flip: int | None = None
-        self.clock = 1e9
-        self.free = 1 << 40
-
-    def now(self):
-        return self.clock
-
-    def _fail(self, what):
-        if what in self.errors:
-            raise OSError(self.errors[what], os.strerror(self.errors[what]))
-
-    def write(self, fd, data):
-        self._fail("write")
-        return os.write(fd, data[: max(1, len(data) // 2)] if self.short else data)
-
-    def fsync(self, fd):
-        self._fail("fsync")
-        os.fsync(fd)
-
-    def read(self, fd, buffer, offset):
-        self._fail("read")
-        # A direct read ends at a block or at the file's end.
-        count = os.preadv(fd, [buffer[:4096] if self.short else buffer], offset)
-        if self.flip is not None and offset <= self.flip < offset + count:
-            buffer[self.flip - offset] ^= 1
-        return count
-
-    def free_bytes(self, folder):
-        return self.free
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -116,7 +81,7 @@ def test_nobody_else_may_read_it(tmp_path):
 
 @pytest.mark.parametrize("fault", ["flip", "short", "error"])
 def test_faults_of_a_read(tmp_path, fault):
-    files = Faulty()
+    files = Faults()
     store, model = numbers.open_store(tmp_path / "s", files=files)
     store.write(model, [numbers.image(0)])
     if fault == "short":
@@ -135,7 +100,7 @@ def test_faults_of_a_read(tmp_path, fault):
     ("what", "code"), [("write", errno.ENOSPC), ("write", errno.EIO), ("fsync", errno.EIO)]
 )
 def test_faults_of_a_write_leave_nothing_behind(tmp_path, what, code):
-    files = Faulty()
+    files = Faults()
     store, model = numbers.open_store(tmp_path / "s", files=files)
     store.write(model, [numbers.image(0)])
     files.errors = {what: code}
@@ -149,17 +114,17 @@ def test_faults_of_a_write_leave_nothing_behind(tmp_path, what, code):
     check_found(store, 1)
 
 
-@pytest.mark.parametrize("step", durable.STEPS)
+@pytest.mark.parametrize("step", STEPS)
 def test_a_process_that_ends_at_any_step(tmp_path, step):
     folder = tmp_path / "s"
     store, model = numbers.open_store(folder)
     assert store.write(model, [numbers.image(n) for n in range(3)])
     store.close()
     process = subprocess.run([sys.executable, numbers.__file__, folder, step], check=False)
-    assert process.returncode == numbers.ENDED, "the step was not reached"
+    assert process.returncode == ENDED, "the step was not reached"
     store, _ = numbers.open_store(folder)
     check_consistent(store)
-    durable_then = durable.STEPS.index(step) >= durable.STEPS.index("committed")
+    durable_then = STEPS.index(step) >= STEPS.index("committed")
     for n in (1, 2):
         check_found(store, n)
     for n in (3, 4):
@@ -284,7 +249,7 @@ def test_damaged_files_are_never_believed(tmp_path):
 
 def test_what_is_damaged_is_replaced_when_it_comes_again(tmp_path):
     """Also where nobody has tried to read it; what a disk does not read for a moment stays."""
-    files = Faulty()
+    files = Faults()
     store, model = numbers.open_store(tmp_path / "s", files=files)
     images = [numbers.image(n) for n in range(6)]
     assert store.write(model, images)
@@ -429,7 +394,7 @@ def test_more_than_the_quota_is_refused_whole(tmp_path):
 @pytest.mark.parametrize("reserve", [0, durable.RESERVE])
 def test_a_full_disk(tmp_path, reserve):
     """What is stored makes way; where that is not enough, nothing is written. What is to stay free does."""
-    files = Faulty()
+    files = Faults()
     store, model = numbers.open_store(tmp_path / "s", files=files)
     store.reserve = reserve
     store.write(model, [numbers.image(n, 100_000) for n in range(0, 30, 3)])
@@ -442,7 +407,7 @@ def test_a_full_disk(tmp_path, reserve):
 
 
 def test_a_clock_that_goes_back(tmp_path):
-    files = Faulty()
+    files = Faults()
     store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB, files=files)
     for n in range(0, 180, 3):
         files.clock -= 1000
@@ -507,7 +472,7 @@ def test_no_lock_is_held_over_files_and_readers_do_not_wait(tmp_path):
     assert store.write(model, [numbers.image(n) for n in (0, 1, 3)]), store.trouble
     check_found(store, 0)
     store.drop(numbers.find(store, 3))
-    assert files.seen == {"write", "fsync", "read", *durable.STEPS} and store.trouble == ""
+    assert files.seen == {"write", "fsync", "read", *STEPS} and store.trouble == ""
     files.other = None
     with other.transaction() as write:
         write.execute("DELETE FROM records")
@@ -565,7 +530,7 @@ def test_other_folders_are_left_alone(tmp_path):
         numbers.open_store(tmp_path / "s", quota=1)
 
 
-@pytest.mark.parametrize(("layout", "served"), [(durable.LAYOUT - 1, True), (durable.LAYOUT + 1, False)])
+@pytest.mark.parametrize(("layout", "served"), [(LAYOUT - 1, True), (LAYOUT + 1, False)])
 def test_another_layout(tmp_path, layout, served):
     store, model = numbers.open_store(tmp_path / "s")
     store.write(model, [numbers.image(0)])
@@ -576,7 +541,7 @@ def test_another_layout(tmp_path, layout, served):
     store.close()
     if not served:
         with pytest.raises(
-            RefusedError, match=f"of layout {durable.LAYOUT + 1}, and this is {durable.LAYOUT}"
+            RefusedError, match=f"of layout {LAYOUT + 1}, and this is {LAYOUT}"
         ):
             numbers.open_store(tmp_path / "s")
         return
@@ -665,12 +630,12 @@ def test_ram_keeps_to_its_size():
 DAY = 86400.0
 
 
-def aged(folder: Path, files: Faulty, max_age: float | None = 10 * DAY) -> DurableStore:
+def aged(folder: Path, files: Faults, max_age: float | None = 10 * DAY) -> DurableStore:
     return DurableStore(folder, quota=64 * MIB, reserve=0, max_age=max_age, files=files)
 
 
 def test_what_is_too_old_is_deleted(tmp_path):
-    files = Faulty()
+    files = Faults()
     store = aged(tmp_path / "s", files)
     model = store.add_model(numbers.MODEL, {"name": "numbers", "page_len": "4"})
     for number, day in ((0, 0), (1, 5), (3, 9)):
@@ -700,7 +665,7 @@ def test_what_is_too_old_is_deleted(tmp_path):
 
 def test_ages_when_the_clock_goes_back(tmp_path):
     """What was written in the future counts from now on: it is kept no longer than the limit, and no less."""
-    files = Faulty()
+    files = Faults()
     store = aged(tmp_path / "s", files)
     model = store.add_model(numbers.MODEL, {"name": "numbers", "page_len": "4"})
     files.clock = 1e9 + 1000 * DAY
@@ -716,7 +681,7 @@ def test_ages_when_the_clock_goes_back(tmp_path):
 
 
 def test_an_expiry_that_fails_is_trouble_and_tried_again(tmp_path, monkeypatch):
-    files = Faulty()
+    files = Faults()
     store = aged(tmp_path / "s", files)
     model = store.add_model(numbers.MODEL, {"name": "numbers"})
     assert store.write(model, [numbers.image(0)])

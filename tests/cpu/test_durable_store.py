@@ -14,7 +14,8 @@ import pytest
 import store_model as model
 from packhorse.core.units import MIB
 from packhorse.store import lower
-from packhorse.store.durable import DurableStore, FileSystem, wipe
+from packhorse.store.durable import DurableStore, wipe
+from packhorse.store.files import FileSystem
 from packhorse.store.kv import KVStore
 
 KINDS = {"dense": {}, "hybrid": {"hybrid": True}, "exact": {"hybrid": True, "exact": True}}
@@ -36,7 +37,7 @@ def make(
     if folder is not None:
         disk = DurableStore(folder, quota=64 * MIB, reserve=0, files=files or NoSync())
         disk._writer.execute("PRAGMA synchronous = OFF")  # no machine fails here, and time is short
-        model_number = disk.add_model(seed, {"name": "stand-in"})
+        model_number = disk.add_model(seed, {"name": "stand-in", "page_len": "4"})
         settings |= {"secret": disk.secret}
     store = model.make_store(seed=seed, **(KINDS[kind] | settings))
     store.add_tiers(ram_bytes=ram, disk=disk, model=model_number or 0, min_tokens=1)
@@ -239,7 +240,6 @@ def test_what_is_damaged_and_read_again_is_pinned_again(tmp_path):
     """Whoever pinned it has not changed his mind; what is pinned is what eviction passes over."""
     store = make(tmp_path / "s", num_pages=40)
     disk = store.lower.disk
-    disk._writer.execute("UPDATE models SET about = ?", ('{"name": "stand-in", "page_len": "4"}',))
     run(store, tokens(40, 1))
     run(store, tokens(40, 2))
     _, prefix = disk.prefixes()
@@ -392,6 +392,105 @@ def test_snapshots_given_up_before_they_are_copied(tmp_path):
         run(store, prompt)
         run(store, prompt[:25])
     assert store.lower.counters["hits_disk"] >= 1
+
+
+def talk(store: KVStore, num_turns: int, seed: int = 0, said=()) -> list[int]:
+    """A chat of turns of 8 tokens, each a prompt that goes on from the last."""
+    said = list(said)
+    for turn in range(num_turns):
+        said += tokens(4, seed=seed + turn)
+        sequence = store.open(said, len(said) + 4, [len(said)])
+        model.prefill(store, sequence)
+        model.run_step(store, [(sequence, answer := tokens(4, seed=seed - turn))])
+        store.close(sequence)
+        store.lower.flush()
+        said += answer
+    return said
+
+
+def states_on_disk(store: KVStore) -> list[int]:
+    return sorted(stop for (stop,) in store.lower.disk.query("SELECT stop FROM records WHERE kind = 'state'"))
+
+
+def test_states_on_disk_thin_with_what_was_read_since(tmp_path):
+    """Whoever leaves the chat anywhere reads an eighth of the way back more than from the last boundary, at most."""
+    store = make(tmp_path / "s", "hybrid", num_pages=200, snapshots=100)
+    said = talk(store, 50)
+    held = states_on_disk(store)
+    assert 16 < len(held) < 40 and held[-1] == 400 and store.lower.disk.counters["thinned_states"] > 20
+    assert store.stats.snapshots > len(held), "the device keeps what it has room for"
+    assert len(list((tmp_path / "s").glob("models/*/*"))) == store.lower.disk.usage()["records"]
+    written = store.lower.disk.counters["written_records"]
+    talk(store, 1, seed=99, said=said)
+    assert store.lower.disk.counters["written_records"] - written < 5, (
+        "what has been thinned is not written again"
+    )
+    store.close_tiers()
+    for cut in range(30, 400, 61):
+        store = make(tmp_path / "s", "hybrid", num_pages=200, snapshots=100)
+        reused = run(store, [*said[:cut], 999, 999], keep=False)
+        assert cut - 8 - (400 - cut) // 8 <= reused <= cut
+        store.close_tiers()
+
+
+def test_ends_forks_documents_and_pins_stay(tmp_path):
+    store = make(tmp_path / "s", "hybrid", num_pages=400, snapshots=100)
+    disk = store.lower.disk
+    start = talk(store, 3)
+    run(store, start := [*start, *tokens(4, 50)], label="a document")
+    run(store, [*start, *tokens(4, 51)], label="pinned")
+    disk.set_pinned(next(p for p in disk.prefixes() if p.label == "pinned"), True)
+    for seed in (60, 70):  # the second makes a snapshot where it leaves the first
+        run(store, [*start[:14], *tokens(12, seed)])
+    end = talk(store, 45, seed=100, said=start)
+    held = set(states_on_disk(store))
+    assert {8, 12, 16, 24, 28} <= held, "of the pinned one, which goes on from them"
+    disk.set_pinned(next(p for p in disk.prefixes() if p.pinned), False)
+    talk(store, 1, seed=200, said=end)
+    held = set(states_on_disk(store))
+    assert {12, 28, 32} <= held and not {8, 16} & held, "a fork, a document's end, another's end"
+    assert disk.counters["thinned_states"] > 20
+    store.close_tiers()
+    store = make(tmp_path / "s", "hybrid", num_pages=400, snapshots=100)
+    assert run(store, [*start, *tokens(4, 51), 7], keep=False) == 32
+    assert run(store, [*start[:14], 5, 5, 5], keep=False) == 12
+    assert run(store, [*end, 5], keep=False) >= len(end) - 4
+
+
+def test_old_prefixes_lose_more_states_before_anything_goes_whole(tmp_path, monkeypatch):
+    store = make(tmp_path / "s", "hybrid", num_pages=400, snapshots=100)
+    disk = store.lower.disk
+    chats = [talk(store, 40, seed) for seed in (1000, 2000)]
+    before = disk.usage()["records"], len(states_on_disk(store))
+    monkeypatch.setattr(disk, "_index_bytes", lambda: 0)
+    disk._evict_to(disk._held() - 1)
+    after = disk.usage()["records"], len(states_on_disk(store))
+    assert before[0] - after[0] == before[1] - after[1] > 5, "states alone"
+    assert disk.counters["evicted_records"] == 0
+    disk._evict_to(disk._held() - 1)
+    assert disk.counters["evicted_records"] == 1, "once each: then the least recently used goes"
+    store.close_tiers()
+    for cut, chat in [(100, chats[0]), (100, chats[1])]:
+        store = make(tmp_path / "s", "hybrid", num_pages=400, snapshots=100)
+        distance = 320 - cut
+        reused = run(store, [*chat[:cut], 999], keep=False)
+        assert reused >= cut - 8 - (distance if chat is chats[0] else distance // 8)
+        store.close_tiers()
+
+
+def test_states_in_host_memory_thin(tmp_path):
+    store = make(None, "hybrid", ram=8 * MIB, num_pages=200, snapshots=100)
+    said = talk(store, 50)
+    had = store.stats.snapshots
+    while store._evict_leaf():
+        pass
+    held = len(store.lower.ram._states)
+    assert 16 < held < 40 < had and store.lower.counters["thinned_ram_states"] == had - held
+    for cut in range(30, 400, 61):
+        reused = run(store, [*said[:cut], 999, 999], keep=False)
+        assert cut - 8 - (400 - cut) // 8 <= reused <= cut
+        while store._evict_leaf():
+            pass
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -1,10 +1,12 @@
 """Where snapshots are wanted, and who has which state slot."""
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.store.snapshots import StateSlots, wanted_positions
+from packhorse.store.snapshots import StateSlots, thinned, wanted_positions
 
 
 def test_grid_marks_end_and_fork():
@@ -47,6 +49,26 @@ def test_they_are_boundaries_in_order(prompt_len, page_len, pages, data):
     everything = by_mark | set(range(0, prompt_len, grid))
     assert set(positions) == {p for p in everything if p > start}
     assert {w.position for w in wanted if w.marked} == {p for p in by_mark if p > start}
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.sampled_from([1, 2, 8]), st.data())
+def test_the_further_behind_the_sparser(gaps, share, data):
+    """Wherever a chain is left, little more of it is read again; ends and what has to stay do; once is enough."""
+    positions = list(accumulate(gaps))
+    stays = set(data.draw(st.lists(st.sampled_from(positions), max_size=5)))
+    gone = thinned(positions, stays, share)
+    left = [p for p in positions if p not in gone]
+    assert left[-1] == positions[-1] and stays <= set(left) and gone < {*positions}
+    for leaving in range(positions[-1] + 1):
+        before = max((p for p in positions if p <= leaving), default=0)
+        reused = max((p for p in left if p <= leaving), default=0)
+        assert before - reused <= (positions[-1] - leaving) / share
+    assert thinned(left, stays, share) == set()
+
+
+def test_a_long_chat_keeps_few():
+    turns = range(500, 100_001, 500)
+    assert [len(set(turns) - thinned(turns, (), share)) for share in (8, 1)] == [39, 9]
 
 
 def test_slots_of_the_three_kinds():

@@ -35,7 +35,7 @@ ALLOWED["cli"] = BELOW_ENGINE | {"engine", "server", "verify", "bench"}
 NO_TORCH = ("core", "facts", "plan")
 PURE = (
     "engine/schedule.py", "store/durable.py", "store/evict.py", "store/prefix.py", "store/records.py",
-    "store/documents.py", "store/export.py",
+    "store/documents.py", "store/export.py", "store/files.py", "store/index.py", "store/snapshots.py",
 )  # fmt: skip
 # A bare GPU host has none of these: packages that run there must not need them.
 BARE = ("core", "facts", "plan", "quant", "kernels", "layers", "models", "store", "engine", "bench")

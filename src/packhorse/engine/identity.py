@@ -17,7 +17,7 @@ from pathlib import Path
 from packhorse.core.units import MIB
 from packhorse.facts.fields import reading
 from packhorse.facts.model import ModelFacts
-from packhorse.store.durable import LAYOUT
+from packhorse.store.index import LAYOUT
 from packhorse.store.tier import StoreGeometry
 
 PIECE_BYTES = 16 * MIB

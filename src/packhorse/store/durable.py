@@ -26,7 +26,6 @@ import re
 import secrets
 import shutil
 import sqlite3
-import time
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,79 +38,28 @@ from typing import Any
 
 from packhorse.core.errors import CorruptFileError, RefusedError, UsageError
 from packhorse.core.units import GIB, MIB, format_bytes, round_up
+from packhorse.store.files import FileSystem
+from packhorse.store.index import LAYOUT, SCHEMA, connect
 from packhorse.store.prefix import chain_value
 from packhorse.store.records import BLOCK, Buffer, Image, Kind, Record, UnreadableError, Walk, anonymous, walk
+from packhorse.store.snapshots import OLD_THINNING, THINNING, thinned
 
-LAYOUT = 2
-"""Of folder, index and files. A store of an older one is emptied, one of a newer one is refused."""
 RESERVE = GIB
 """Bytes of the file system that are left free whatever the quota says."""
 MIN_QUOTA = 16 * MIB
 """The index and its log may take some MiB of the quota."""
+OLD_AT_ONCE = 64
+"""Prefixes looked at for states that they can do without, before each eviction."""
 PREFIX_SHARE = 50
 """The token ids of prefixes, and documents, take at most this part of the quota."""
-STEPS = (
-    "opened", "written", "synced", "renamed", "folder synced", "committed", "row deleted", "file deleted",
-)  # fmt: skip
-"""Where a write or an eviction may be cut short, in order."""
-
 _TOKEN_BYTES = 4
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{32}")
-# Long values come last: what stands behind them in a row is read through all of their pages.
-_SCHEMA = """
-CREATE TABLE meta (layout INTEGER NOT NULL);
-CREATE TABLE models (id INTEGER PRIMARY KEY, identity BLOB NOT NULL UNIQUE, about TEXT NOT NULL);
-CREATE TABLE records (
-    id INTEGER PRIMARY KEY, model INTEGER NOT NULL, kind TEXT NOT NULL, parent BLOB NOT NULL, key BLOB NOT NULL,
-    start INTEGER NOT NULL, stop INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    file TEXT NOT NULL UNIQUE, crc INTEGER NOT NULL, used INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
-    created REAL NOT NULL, tokens BLOB NOT NULL, UNIQUE (kind, parent, key)
-);
-CREATE INDEX by_use ON records (pinned, used, stop);
-CREATE TABLE prefixes (
-    id INTEGER PRIMARY KEY, model INTEGER NOT NULL, root BLOB NOT NULL, key BLOB NOT NULL UNIQUE,
-    label TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL,
-    pinned INTEGER NOT NULL DEFAULT 0, lifetime REAL, tokens BLOB NOT NULL
-);
-CREATE TABLE documents (
-    prefix INTEGER PRIMARY KEY REFERENCES prefixes (id) ON DELETE CASCADE, id TEXT NOT NULL UNIQUE,
-    owner BLOB NOT NULL, text BLOB NOT NULL, pages TEXT NOT NULL
-);
-"""
 _JOINED = "LEFT JOIN documents ON documents.prefix = prefixes.id"
 TEXTS = "length(tokens) + ifnull(length(text) + length(pages), 0)"
 """Bytes that a prefix, and its document, take of the index."""
 _COLUMNS = "kind, parent, key, start, stop, tokens, bytes, id, model, file, crc"
 _TYPES = (str, bytes, bytes, int, int, bytes, int, int, int, str, int)
-
-
-class FileSystem:
-    """What the store asks of the system. Tests put one with faults in its place."""
-
-    def reached(self, step: str) -> None:
-        """A step of STEPS is done."""
-
-    def now(self) -> float:
-        """Seconds of the wall clock: for people, and for what is to be forgotten with age."""
-        return time.time()
-
-    def write(self, fd: int, data: memoryview) -> int:
-        """See os.write."""
-        return os.write(fd, data)
-
-    def fsync(self, fd: int) -> None:
-        """See os.fsync."""
-        os.fsync(fd)
-
-    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """See os.preadv."""
-        return os.preadv(fd, [buffer], offset)
-
-    def free_bytes(self, folder: Path) -> int:
-        """Bytes that may still be written there."""
-        found = os.statvfs(folder)
-        return found.f_bavail * found.f_frsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +128,7 @@ class DurableStore:
         self.trouble = ""
         self.direct: bool | None = None
         self._gone: set[str] = set()  # files: numbers of rows come again
+        self._thinned: set[int] = set()
         self._lock = -1
         self._reading = Lock()
         try:
@@ -424,6 +373,34 @@ class DurableStore:
         with self.transaction() as write:
             write.executemany("UPDATE records SET pinned = 1 WHERE id = ?", [(number,) for number in held])
 
+    def thin(self, model: int, root: bytes, tokens: bytes, share: int = THINNING) -> None:
+        """Delete what few tokens of a chain would be read again for: see `thinned`. Where others leave it, where
+        another prefix or a document ends, and what is pinned, stays."""
+        self._write("thinning", self._thin, model, root, tokens, share)
+
+    def _thin(self, model: int, root: bytes, tokens: bytes, share: int) -> None:
+        walked, page_bytes = self.walk(model, root, tokens), self.page_bytes(model)
+        states = self.states(walked.keys)
+        at = {page: states[key] for page, key in enumerate(walked.keys) if key in states}
+        ends = self.prefixes("root = ? AND tokens = substr(?, 1, length(tokens))", (root, tokens))
+        stays = walked.forks.union(len(prefix.tokens) // page_bytes for prefix in ends)
+        doomed = [at[page].id for page in thinned(sorted(at), stays, share)]
+        query = f"SELECT id, model, file FROM records WHERE NOT pinned AND id IN ({_marks(len(doomed))})"
+        if rows := self.query(query, doomed):
+            self._delete(rows)
+            self.counters["thinned_states"] += len(rows)
+
+    def _thin_old(self, limit: int) -> None:
+        """`thin` the longer unused half of the prefixes further, once each, until `limit` is kept."""
+        query = "SELECT id FROM prefixes ORDER BY used LIMIT (SELECT count(*) / 2 FROM prefixes)"
+        old = [number for (number,) in self.query(query) if number not in self._thinned]
+        for number in old[:OLD_AT_ONCE]:
+            if self._held() + self._index_bytes() <= limit:
+                return
+            self._thinned.add(number)
+            for prefix in self.prefixes("prefixes.id = ?", (number,)):
+                self._thin(prefix.model, prefix.root, prefix.tokens, OLD_THINNING)
+
     def trim_prefixes(self, write: sqlite3.Connection) -> None:
         """Delete the prefixes, and documents, that go beyond their share of the quota, the least recently used
         first. Inside a transaction."""
@@ -617,13 +594,13 @@ class DurableStore:
             if getattr(self, name, None) is not None:
                 getattr(self, name).close()
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._writer = _connection(path)
-        self._reader = _connection(path)
+        self._writer = connect(path)
+        self._reader = connect(path)
         if self._writer.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise OSError(errno.ENOLCK, "its file system cannot share memory between processes")
         with self.transaction() as write:
             if not write.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for statement in _SCHEMA.split(";"):
+                for statement in SCHEMA.split(";"):
                     write.execute(statement)
                 write.execute("INSERT INTO meta VALUES (?)", (LAYOUT,))
             return int(write.execute("SELECT layout FROM meta").fetchone()[0])
@@ -639,7 +616,12 @@ class DurableStore:
             path.unlink()
 
     def _evict_to(self, limit: int) -> None:
-        """Delete records, the least recently used first and of those the deepest, until `limit` is kept."""
+        """Delete records, the least recently used first and of those the deepest, until `limit` is kept. Before that,
+        states that old prefixes can do without."""
+        try:
+            self._thin_old(limit)
+        except (KeyError, TypeError, ValueError) as error:  # rows that are damaged
+            self._complain(error)
         while self._held() + self._index_bytes() > limit:
             rows = self._writer.execute(
                 "SELECT id, model, file, bytes FROM records WHERE NOT pinned ORDER BY used, stop DESC LIMIT 64"
@@ -764,17 +746,6 @@ def wipe(folder: Path) -> None:
     except OSError as error:
         reason = f"{folder} cannot be deleted: {error.strerror or error}."
         raise RefusedError(reason, hint="Do it where you may write, as whose the folder is.") from error
-
-
-def _connection(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
-    connection.text_factory = lambda data: data.decode("utf-8", "replace")  # damage is found later
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA secure_delete = ON")  # texts and tokens do not stay in free pages
-    connection.execute("PRAGMA wal_autocheckpoint = 256")
-    connection.execute("PRAGMA journal_size_limit = 1048576")
-    return connection
 
 
 def _marks(count: int) -> str:

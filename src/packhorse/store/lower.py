@@ -40,6 +40,7 @@ from packhorse.store.records import (
     walk,
 )
 from packhorse.store.restore import LayerRestore
+from packhorse.store.snapshots import thinned
 from packhorse.store.staging import Slot, Staging
 from packhorse.store.tier import ComputeTier
 
@@ -433,10 +434,21 @@ class LowerTiers:
         assert entry.parent is not None
         try:
             self._demote_pages(entry, entry.parent.key)
-            if entry.snapshot is not None:
+            if entry.snapshot is not None and not self._thin_ram(entry):
                 self._demote(*self._state_record(entry), entry.snapshot)
         except OSError:  # the system has no memory for it, and nobody waits for it
             self.counters["failed_demotions"] += 1
+
+    def _thin_ram(self, entry: Entry) -> bool:
+        """Forget what host memory can do without of the states behind an entry: see `thinned`. Whether it can do
+        without the entry's too."""
+        behind = self.ram.states_behind(entry.key)
+        gone = thinned([entry.stop, *(record.stop for record in behind)], before=entry.start)
+        for record in behind:
+            if record.stop in gone:
+                self.ram.drop(record)
+        self.counters["thinned_ram_states"] += len(gone)
+        return entry.stop in gone
 
     def _demote_pages(self, entry: Entry, key: bytes) -> None:
         first, start = 0, entry.start // self._tier.geometry.page_len
@@ -599,10 +611,13 @@ class LowerTiers:
         left = num_pages - job.next_page
         rest = chain_values(walked.keys[-1], job.tokens, job.next_page, left, self._page_bytes, self._chain)
         job.keys = [*walked.keys, *rest]
-        there = self.disk.states([entry.key for entry in job.entries])
+        page_len, there = self._tier.geometry.page_len, self.disk.states(walked.keys)
+        stops = {entry.stop // page_len for entry in job.entries}
+        held_stops = {page for page, key in enumerate(walked.keys) if key in there}
+        gone = thinned(sorted(stops | held_stops), walked.forks | held_stops)  # not written to be deleted
+        job.entries = [e for e in job.entries if e.stop // page_len not in held_stops | gone]
         held = job.next_page * self._page_size + len(there) * self._tier.geometry.state_bytes
-        whole = num_pages * self._page_size + len(job.entries) * self._tier.geometry.state_bytes
-        job.entries = [entry for entry in job.entries if entry.key not in there]
+        whole = held + left * self._page_size + len(job.entries) * self._tier.geometry.state_bytes
         if not self.disk.has_room(whole - held, whole):
             self.counters["skipped_large"] += 1
             return False
@@ -665,6 +680,8 @@ class LowerTiers:
             note = (self.model, job.root, job.keys[-1], job.tokens, job.label)
             self._writer.submit(0, self.disk.note_prefix, *note)
             self._writer.submit(0, self._check_found, job.root, job.tokens, len(job.page_ids))
+            if self._tier.geometry.is_hybrid:
+                self._writer.submit(0, self.disk.thin, self.model, job.root, job.tokens)
         for call in job.then:
             self._writer.submit(0, call)
         self._jobs.popleft()

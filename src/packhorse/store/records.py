@@ -245,6 +245,14 @@ class RamRecords:
         images = self._images.values()
         return [i for i in images if i.record.kind is Kind.SWEEP and i.record.parent == parent]
 
+    def states_behind(self, key: bytes) -> list[Record]:
+        """States along the one chain that goes on from a chain value, up to where it forks or ends."""
+        found = []
+        while len(following := self._by_parent.get(key, {})) == 1:
+            [key] = following
+            found += [self._states[key]] if key in self._states else []
+        return found
+
     def drop(self, record: Record) -> None:
         """Forget the image that is held of a record."""
         record = self._images.pop(record.identity).record
@@ -307,11 +315,12 @@ class Walk:
     """How far a prompt agrees with what is stored, in pages.
 
     pieces: what covers it, in order, without gaps. keys: the chain value at each page boundary reached, the
-    root's included.
+    root's included. forks: boundaries at which something stored parts from the prompt.
     """
 
     pieces: list[Piece]
     keys: list[bytes]
+    forks: frozenset[int] = frozenset()
 
     @property
     def num_pages(self) -> int:
@@ -333,6 +342,7 @@ def walk(
     """
     keys, reach = [root], 0
     further: list[Piece] = []  # each begins within what those before it cover, and ends behind them
+    forks = set()
     for first in range(0, num_pages, WALK_PAGES):
         if first > reach:
             break
@@ -349,10 +359,12 @@ def walk(
                 break
             for source, record in starting[page]:
                 count = agreed_pages(record.tokens, tokens, page, num_pages, page_bytes)
+                if page + count < num_pages and count < len(record.tokens) // page_bytes:
+                    forks.add(page + count)
                 if page + count > reach:
                     further.append(Piece(source, record, page, count))
                     reach = page + count
-    return Walk(_cover(further), keys[: reach + 1])
+    return Walk(_cover(further), keys[: reach + 1], frozenset(forks))
 
 
 def _cover(further: Sequence[Piece]) -> list[Piece]:

@@ -9,8 +9,14 @@ sequence ends, that slot becomes an entry's without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
+
+THINNING = 8
+"""What of the tokens behind it a snapshot may stand from the next: see `thinned`."""
+OLD_THINNING = 1
+"""The same, of what has not been used for long."""
 
 
 class WantedSnapshot(NamedTuple):
@@ -34,6 +40,23 @@ def wanted_positions(
         marked.add(fork)
     grid = range(start // snapshot_len * snapshot_len + snapshot_len, last + 1, snapshot_len)
     return [WantedSnapshot(p, p in marked) for p in sorted(marked.union(grid)) if p > start]
+
+
+def thinned(
+    positions: Sequence[int], stays: Collection[int] = (), share: int = THINNING, before: int = 0
+) -> set[int]:
+    """Of one chain's snapshots, in ascending order, those that may go: the further behind, the sparser the rest.
+
+    The last stays, and those in `stays`. A prompt that leaves the chain anywhere reads at most a `share`-th of the
+    distance from there to the last again beyond what it would have read. before: the last snapshot before them all.
+    """
+    gone = set()
+    for position, after in pairwise(positions):
+        if position not in stays and after - before <= (positions[-1] - after) // share:
+            gone.add(position)
+        else:
+            before = position
+    return gone
 
 
 class StateSlots:
