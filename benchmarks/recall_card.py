@@ -48,11 +48,13 @@ CELLS = (
     "single:4096:300,multi_key:4096:300,single:16384:300,multi_key:16384:300,variables:16384:300,kv_json:16384:300,"
     "multi_key:65536:300:10,single:65536:300,multi_key:131072:300:10,single:131072:300"
 )
-PAIRS = "multi_key:4096:100,multi_key:16384:40,frequent_words:4096:40"
+PAIRS = "multi_key:4096:100,frequent_words:4096:40,multi_key:16384:40"
 FEATURES = (
     "dtype=bf16,kv=fp8", "dtype=bf16,kv=k5v4", "dtype=bf16,kv=k4v4", "dtype=bf16,kv=bf16", "dtype=fp16,kv=fp16",
     "kv=fp8", "kv=k5v4", "kv=k4v4", "kv=bf16", "kv=fp16",
 )  # fmt: skip
+PAIR_CHUNK = 2048
+"""The same for all engines of a pair, so that only what is named differs."""
 ANSWER_ROOM = 512
 FIRST_SEED = 20_000
 SAVE_SECONDS = 20.0
@@ -252,7 +254,7 @@ def run_pairs(
     longest = max(cell.length for cell in args.pairs) + ANSWER_ROOM
     reference = EngineConfig(
         context=longest, sequences=args.at_once, kv_tokens=longest * args.at_once, device=args.device, dtype="fp32",
-        chunk_len=1024, snapshots=64, threads=1,
+        chunk_len=PAIR_CHUNK, snapshots=64, threads=1,
     )  # fmt: skip
     changes = {name: parse_changes(name) for name in features}
     folder = args.assets / f"recall-{model}"
@@ -450,7 +452,7 @@ def main() -> None:
     parser.add_argument("--cells", default=CELLS, help="of the grid, in order: TASK:LENGTH:N[:K],...")
     parser.add_argument("--pairs", default=PAIRS, help="the same for pairs; empty: none")
     parser.add_argument("--features", default=";".join(FEATURES), help="FIELD=VALUE,...;...")
-    parser.add_argument("--at-once", type=int, default=8, help="requests of an engine")
+    parser.add_argument("--at-once", type=int, default=16, help="requests of an engine")
     parser.add_argument("--processes", type=int, default=2, help="of each model, for the grid and for pairs")
     parser.add_argument(
         "--builders", type=int, default=0, help="processes that build prompts; 0: the other cores"

@@ -6,6 +6,7 @@ Only answers are trained on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 
 import numpy as np
@@ -24,15 +25,23 @@ PROSE = {
     "order": 4, "counting": 4,
 }  # fmt: skip
 ZH_SHARE = 0.22
+SHORT_LEN = 8192
+"""Tokens up to which a document is a short one."""
 MAX_QUESTION_TOKENS = 6_000
 IGNORED = -1
 """Label of tokens that are not trained on."""
 
 
-def make_document(rng: Random, encode: FastEncoder, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [length] int16 and labels [length] int16: at each place the next token, or IGNORED."""
+def make_document(
+    rng: Random, encode: FastEncoder, length: int, short: Mapping[str, int] = KINDS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [length] int16 and labels [length] int16: at each place the next token, or IGNORED.
+
+    short: what stands for KINDS where the document has at most SHORT_LEN tokens.
+    """
     language = "zh" if rng.random() < ZH_SHARE else "en"
-    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    kinds = short if length <= SHORT_LEN else KINDS
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
     question_tokens = min(round(length * rng.uniform(0.15, 0.5)), MAX_QUESTION_TOKENS)
     if kind == "prose":
         main, hidden = _prose(rng, language, question_tokens)

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from train_recall.corpus import make_document
+from train_recall.corpus import KINDS, make_document
 from train_recall.evaluate import Cell, measure, start_samples
 from train_recall.muon import Optimizer
 from train_recall.net import RecallNet, compile_ops, make_batch
@@ -50,10 +50,11 @@ class Documents(torch.utils.data.Dataset):
     """The batch of each step: ids and labels [B, T] int16."""
 
     def __init__(
-        self, tokenizer: Path, seed: int, steps: range, total: int, tokens: int, curriculum: Curriculum
-    ) -> None:
+        self, tokenizer: Path, seed: int, steps: range, total: int, tokens: int, curriculum: Curriculum,
+        short: Mapping[str, int],
+    ) -> None:  # fmt: skip
         self.tokenizer, self.seed, self.steps, self.total = tokenizer, seed, steps, total
-        self.tokens, self.curriculum = tokens, curriculum
+        self.tokens, self.curriculum, self.short = tokens, curriculum, short
         self.encode: FastEncoder | None = None
 
     def __len__(self) -> int:
@@ -71,7 +72,7 @@ class Documents(torch.utils.data.Dataset):
             self.encode = FastEncoder(Tokenizer.from_file(str(self.tokenizer)))
         T = self.length(step)
         made = [
-            make_document(Random(f"{self.seed}/{step}/{i}"), self.encode, T)
+            make_document(Random(f"{self.seed}/{step}/{i}"), self.encode, T, self.short)
             for i in range(max(1, self.tokens // T))
         ]
         return np.stack([ids for ids, _ in made]), np.stack([labels for _, labels in made])
@@ -134,8 +135,9 @@ def train(args: argparse.Namespace) -> None:
     pool = ProcessPoolExecutor(args.workers or 1, mp_context=get_context("fork"))
     waiting = start_samples(pool, folder / "tokenizer.json", cells)
     data = Documents(
-        folder / "tokenizer.json", args.seed, steps, args.total, args.tokens, parse_mix(args.mix)
-    )
+        folder / "tokenizer.json", args.seed, steps, args.total, args.tokens, parse_mix(args.mix),
+        KINDS | parse_weights(args.short),
+    )  # fmt: skip
     loader = torch.utils.data.DataLoader(
         data, batch_size=None, num_workers=args.workers, prefetch_factor=6 if args.workers else None,
         multiprocessing_context=get_context("fork") if args.workers else None,
@@ -189,14 +191,19 @@ def train(args: argparse.Namespace) -> None:
     pool.shutdown(cancel_futures=True)
 
 
+def parse_weights(text: str) -> dict[str, int]:
+    """Weights by name from NAME:WEIGHT+NAME:WEIGHT."""
+    parts = (part.split(":") for part in text.split("+") if part)
+    return {name: int(weight) for name, weight in parts}
+
+
 def parse_mix(text: str) -> Curriculum:
     """A curriculum from START=LENGTH:WEIGHT+LENGTH:WEIGHT,... or the standard one."""
     if not text:
         return CURRICULUM
     stages = (stage.split("=") for stage in text.split(","))
     return [
-        (float(start), {int(T): int(weight) for T, weight in (part.split(":") for part in mix.split("+"))})
-        for start, mix in stages
+        (float(start), {int(T): weight for T, weight in parse_weights(mix).items()}) for start, mix in stages
     ]
 
 
@@ -236,6 +243,11 @@ def main() -> None:
     parser.add_argument("--weights", help="weights of an earlier command")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
     parser.add_argument("--mix", default="", help="another curriculum: START=LENGTH:WEIGHT+LENGTH:WEIGHT,...")
+    parser.add_argument(
+        "--short",
+        default="",
+        help="other weights of kinds in documents of up to 8,192 tokens: KIND:WEIGHT+...",
+    )
     parser.add_argument("--all-seconds", type=float, default=1e9, help="stop measuring after so long")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop training after so long")
     parser.add_argument("--workers", type=int, default=7)
@@ -243,7 +255,10 @@ def main() -> None:
     parser.add_argument("--other-rate", type=float, default=0.004)
     parser.add_argument("--balance", type=float, default=0.01)
     parser.add_argument("--eval", default="", help="task:length:n[:language], separated by commas")
-    train(parser.parse_args())
+    args = parser.parse_args()
+    if unknown := parse_weights(args.short).keys() - KINDS:
+        parser.error(f"--short: there is no kind {unknown.pop()!r}, only {', '.join(KINDS)}")
+    train(args)
 
 
 if __name__ == "__main__":
