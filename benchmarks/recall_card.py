@@ -497,7 +497,7 @@ def measure(args: argparse.Namespace) -> int:
                 )
             )
     builders = []
-    count = args.builders or max(2, (os.cpu_count() or 4) - len(engines))
+    count = args.builders or min(16, max(2, len(os.sched_getaffinity(0)) - len(engines)))
     for cells, queues in ((args.pairs, pair_queues), (args.cells, grid_queues)):
         counter = context.Value("l", 0)
         kept.append(counter)
@@ -513,6 +513,8 @@ def measure(args: argparse.Namespace) -> int:
                 queues,
             )
             builders.append(context.Process(target=guarded, args=work))
+    for texts, _ in ends:
+        texts.cancel_join_thread()  # who would read the rest has been ended
     processes = [*engines, *builders]
     for process in processes:
         process.start()
