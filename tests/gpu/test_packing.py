@@ -148,11 +148,12 @@ def test_without_room_the_host_packs():
     torch.cuda.empty_cache()
     held, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 20 * MIB) / total)
-    asked, filler = [], []
-    with contextlib.suppress(torch.OutOfMemoryError):
-        while True:  # the allocator may hold free what others in this process have given back
-            filler.append(torch.empty(MIB, dtype=torch.uint8, device="cuda"))
-    del filler[-12:]
+    asked, filler = [], {2 * MIB: [], MIB: []}
+    for size, blocks in filler.items():  # the allocator may hold blocks free, which are of a pool for each of the sizes
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    del filler[2 * MIB][-6:], filler[MIB][-1:]
 
     def note(to: torch.Tensor, packed: torch.Tensor) -> None:
         asked.append(to)
@@ -162,7 +163,7 @@ def test_without_room_the_host_packs():
         got = filled(form, codes, out, "cuda", place=note).cpu()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    del filler
+    del filler, blocks
     # Rows 0 .. 32 are a tensor of their own, which finds room.
     assert torch.equal(got, want) and sum(to.numel() for to in asked) == 2 * want[0].numel()
     assert torch.cuda.memory_allocated() == held

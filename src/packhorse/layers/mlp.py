@@ -22,10 +22,13 @@ class Mlp:
         """x [T, H] -> [T, H]."""
         gate_up = weights.gate_up_proj(x)
         if x.device.type != "cpu" or len(x) <= SLICE_ROWS:
-            return weights.down_proj(dispatch.swiglu(gate_up, x.dtype))
-        out = x.new_empty(len(x), gate_up.shape[1] // 2)
-        for rows, part in zip(out.split(SLICE_ROWS), gate_up.split(SLICE_ROWS), strict=True):
-            rows.copy_(dispatch.swiglu(part, x.dtype))
+            out = dispatch.swiglu(gate_up, x.dtype)
+        else:
+            out = x.new_empty(len(x), gate_up.shape[1] // 2)
+            for rows, part in zip(out.split(SLICE_ROWS), gate_up.split(SLICE_ROWS), strict=True):
+                rows.copy_(dispatch.swiglu(part, x.dtype))
+            del part
+        del gate_up  # twice as wide as `out`: it makes room for the product, and for unpacked weights
         return weights.down_proj(out)
 
 
