@@ -121,7 +121,7 @@ def command(
 
     if supervise:
         args = [arg for arg in sys.argv[1:] if arg != "--supervise"]
-        raise typer.Exit(run.supervise(run.this_command(args), note))
+        raise typer.Exit(run.supervise([sys.executable, "-m", "packhorse.cli.main", *args], note))
 
     def open_session(progress: Callable[[int, int], None]) -> Session:
         path = find_model(model, cache, offline)

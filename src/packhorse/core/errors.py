@@ -44,7 +44,9 @@ class DoesNotFitError(PackhorseError):
     exit_code = 3
     kind = "does_not_fit"
 
-    def __init__(self, reason: str, *, asked: int, available: int, unit: str, hint: str = "") -> None:
+    def __init__(
+        self, reason: str, *, asked: int, available: int, unit: str = "bytes", hint: str = ""
+    ) -> None:
         super().__init__(reason, hint=hint, asked=asked, available=available, unit=unit)
         self.asked = asked
         self.available = available

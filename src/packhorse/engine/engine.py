@@ -283,7 +283,7 @@ class Engine:
         self._drawn = True
         if self.store.lower is not None and step.prompt_len >= MEASURED_TOKENS:
             self.store.lower.note_compute(step.prompt_len, self._clock() - began)
-        self._complete(step)
+        self.store.complete(step.spans, {span.slot: span.token_ids for span in step.spans})
         self._read_len += step.prompt_len
         return self._report(step, tokens)
 
@@ -351,9 +351,6 @@ class Engine:
         if self.store.lower is not None and tokens >= MEASURED_TOKENS:
             self.store.lower.note_compute(tokens, self._sweep_s)
         self._sweep_s, self._noted_layers = 0.0, sweeper.token_layers
-
-    def _complete(self, step: Step) -> None:
-        self.store.complete(step.spans, {span.slot: span.token_ids for span in step.spans})
 
     def _report(self, step: Step, tokens: Sequence[Sampled | PackhorseError]) -> list[Event]:
         events = [self._fail(sequence, error) for sequence, error in step.refused]

@@ -11,7 +11,7 @@ nobody's: it routes to no expert.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class StepGraphs:
     """Runs steps in which each sequence has one token. sequences: at once, at most 16. max_len: tokens of the longest.
 
     experts: where the model's routed experts are, if it has any. capture: False runs the same kernels one by one
-    (tests compare). progress(done, total): graphs captured.
+    (tests compare).
 
     Raises UsageError, saying why, where the model or the store has no step kernels.
     """
@@ -53,7 +53,6 @@ class StepGraphs:
         sequences: int,
         max_len: int,
         capture: bool = True,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         why = self.misfit(model, store, experts, sequences)
         if why is not None:
@@ -80,8 +79,6 @@ class StepGraphs:
             if capture:
                 pool = self._buckets[-1].graph.pool() if done else None
                 self._buckets[0].capture(model, pool)
-            if progress is not None:
-                progress(done + 1, len(sizes))
 
     @staticmethod
     def misfit(model: Model, store: KVStore, experts: Experts, sequences: int) -> str | None:

@@ -364,13 +364,10 @@ def choose_dtype(config: EngineConfig, hardware: HardwareFacts) -> tuple[str, st
             )
     if config.dtype != "auto":
         return config.dtype, f"computes in {config.dtype} on {config.device}"
-    if config.device != "cpu":
-        native = card_arch(torch.device(config.device)) >= 80
-    else:
-        native = hardware.has_native_bf16
-    if native:
+    cpu = config.device == "cpu"
+    if hardware.has_native_bf16 if cpu else card_arch(torch.device(config.device)) >= 80:
         return "bf16", f"computes in bf16 on {config.device}"
-    dtype = "fp32" if config.device == "cpu" else "fp16"
+    dtype = "fp32" if cpu else "fp16"
     return dtype, f"computes in {dtype} on {config.device}, which has no bf16 products"
 
 
@@ -382,7 +379,6 @@ def host_bytes(config: EngineConfig, hardware: HardwareFacts) -> int:
             "are available.",
             asked=config.ram,
             available=hardware.ram_available,
-            unit="bytes",
             hint="Lower --ram.",
         )
     return hardware.ram_available - config.ram

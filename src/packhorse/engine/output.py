@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from packhorse.core.types import FinishReason, SamplingParams, TokenLogprob
+from packhorse.text.reasoning import overlap
 
 
 class Detokenizer(Protocol):
@@ -78,7 +79,7 @@ class Output:
         if ends:
             self._held = ""
             return text[: min(ends)[1]], FinishReason.STOP
-        final_len = len(text) - max((_overlap(text, s) for s in self._stop), default=0)
+        final_len = len(text) - max((overlap(text, s) for s in self._stop), default=0)
         self._held = text[final_len:]
         return text[:final_len], None
 
@@ -87,9 +88,3 @@ class Output:
         text, finish = self._advance(self._detokenizer.finish())
         held, self._held = self._held, ""
         return text + held, finish
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with; `stop` itself is not in `text`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,7 @@ class Session:
         held. Raises InvalidRequestError and PromptTooLongError before anything is computed, ComputeError, and
         CardLostError, after which nothing can be asked.
         """
-        clock = _Clock()
+        asked = time.perf_counter()
         token_ids, marks = self._encode(prompt)
         tail = self.tokenizer.decode(token_ids[-16:], skip_special=False)
         if "max_tokens" not in sampling:
@@ -226,10 +226,10 @@ class Session:
         if self.template is not None:
             splitter = ThoughtSplitter(inside=opens_thought(tail))
         output = _Output(splitter, on_text, on_thought)
-        clock.start_reading()
+        reading, times = time.perf_counter(), list[float]()
         self.engine.add(request)
         try:
-            last = self._run(clock, output, on_progress)
+            last = self._run(times, output, on_progress)
         except CardLostError:  # which takes nothing back any more
             raise
         except BaseException:
@@ -238,24 +238,27 @@ class Session:
         if last.error is not None:
             raise last.error
         assert last.finish is not None
+        more = last.usage.generated_len - 1
         return Answer(
             text=output.text,
             reasoning=output.thought.strip(),
             usage=last.usage,
             finish=last.finish,
-            first_token_s=clock.first_token_s,
-            read_s=clock.read_s,
-            tokens_per_s=clock.tokens_per_s(last.usage.generated_len),
+            first_token_s=times[0] - asked,
+            read_s=times[0] - reading,
+            tokens_per_s=more / (times[-1] - times[0]) if more else 0.0,
         )
 
-    def _run(self, clock: _Clock, output: _Output, on_progress: Callable[[int, int], None] | None) -> Event:
-        """Step until the only request ends; its last event."""
+    def _run(
+        self, times: list[float], output: _Output, on_progress: Callable[[int, int], None] | None
+    ) -> Event:
+        """Step until the only request ends; its last event. times: gets the moment of each token."""
         while True:
             with interrupt_after():
                 events = self.engine.step()
             for event in events:
                 if event.token_ids:
-                    clock.tick()
+                    times.append(time.perf_counter())
                 if on_progress is not None and event.usage.generated_len <= 1:
                     on_progress(event.read_len, event.usage.prompt_len)
                 output.add(event.text)
@@ -321,35 +324,6 @@ def interrupt_after() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if pressed:
         raise KeyboardInterrupt
-
-
-@dataclass
-class _Clock:
-    """Times of one answer, in seconds of the monotonic clock."""
-
-    asked: float = field(default_factory=time.perf_counter)
-    reading: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-
-    def start_reading(self) -> None:
-        self.reading = time.perf_counter()
-
-    def tick(self) -> None:
-        """A token has come."""
-        self.last = time.perf_counter()
-        self.first = self.first or self.last
-
-    @property
-    def first_token_s(self) -> float:
-        return self.first - self.asked
-
-    @property
-    def read_s(self) -> float:
-        return self.first - self.reading
-
-    def tokens_per_s(self, num_tokens: int) -> float:
-        return (num_tokens - 1) / (self.last - self.first) if num_tokens > 1 else 0.0
 
 
 class _Output:

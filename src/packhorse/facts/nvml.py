@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def open_nvml() -> tuple[Any, str]:
@@ -36,15 +38,19 @@ def process_bytes(uuid: str) -> int | None:
 
     In a container the driver may know the process by another id: then it is the only one, or not known.
     """
-    nvml, _ = open_nvml()
-    if nvml is None:
-        return None
-    try:
-        found = dict(processes(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
-    except nvml.NVMLError:
-        return None
+    none: dict[int, int | None] = {}
+    found = _ask(lambda nvml: dict(processes(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))), none)
     own = found.get(os.getpid())
     return own if own is not None or len(found) != 1 else next(iter(found.values()))
+
+
+def _ask(question: Callable[[Any], T], unknown: T) -> T:
+    """What NVML answers; `unknown` where it is not there or does not say."""
+    nvml, _ = open_nvml()
+    try:
+        return unknown if nvml is None else question(nvml)
+    except nvml.NVMLError:
+        return unknown
 
 
 def text(value: bytes | str) -> str:
@@ -54,22 +60,16 @@ def text(value: bytes | str) -> str:
 
 def driver_of() -> str:
     """The driver and the newest CUDA it runs, as the end of a sentence; empty where NVML does not say."""
-    nvml, _ = open_nvml()
-    if nvml is None:
-        return ""
-    try:
+
+    def told(nvml: Any) -> str:
         name, cuda = text(nvml.nvmlSystemGetDriverVersion()), nvml.nvmlSystemGetCudaDriverVersion()
-    except nvml.NVMLError:
-        return ""
-    return f"; the driver {name} runs CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
+        return f"; the driver {name} runs CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
+
+    return _ask(told, "")
 
 
 def has_display(uuid: str) -> bool:
     """Whether a display is attached to a card; False where the driver does not say."""
-    nvml, _ = open_nvml()
-    if nvml is None:
-        return False
-    try:
-        return bool(nvml.nvmlDeviceGetDisplayActive(nvml.nvmlDeviceGetHandleByUUID(uuid)))
-    except nvml.NVMLError:
-        return False
+    return _ask(
+        lambda nvml: bool(nvml.nvmlDeviceGetDisplayActive(nvml.nvmlDeviceGetHandleByUUID(uuid))), False
+    )

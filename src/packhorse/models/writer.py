@@ -62,7 +62,6 @@ def check_space(folder: Path, size: int) -> None:
             f"{format_bytes(size)} are to be written to {folder}, and its disk has {format_bytes(free)} free.",
             asked=size,
             available=free,
-            unit="bytes",
             hint="Free space, or give a folder on another disk.",
         )
 

@@ -114,7 +114,7 @@ def read_saved(file: Path) -> dict[str, Any]:
         short = sum(document["shortfall_bytes"].values())
         raise DoesNotFitError(
             f"The plan {file} does not fit: {format_bytes(short)} are missing, or its context is out of reach.",
-            asked=asked, available=asked - short, unit="bytes", hint=_way_out(document),
+            asked=asked, available=asked - short, hint=_way_out(document),
         )  # fmt: skip
     if document["engine"] is None:
         raise UsageError(

@@ -212,7 +212,6 @@ def _size(
             f"{format_bytes(available_bytes)} is available.",
             asked=needed,
             available=available_bytes,
-            unit="bytes",
             hint="Use a smaller model, compute in 16 bits (--dtype), or free memory.",
         )
     return _with_pages(facts, config, fixed, room)
@@ -252,7 +251,6 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
             f"of context and the experts of two layers, and {format_bytes(room + taken)} may be taken.",
             asked=needed + taken,
             available=room + taken,
-            unit="bytes",
             hint=f"Give --vram of at least {cap}, a shorter --context, or a smaller --kv.",
         )
     slots = min(slots, num_experts + num_layers * SPARES)
@@ -344,7 +342,6 @@ def _check_host(sizes: Sizes, host_bytes: int | None) -> None:
             f"{format_bytes(host_bytes)} are available.",
             asked=sizes.host_bytes,
             available=host_bytes,
-            unit="bytes",
             hint="Free memory, lower --ram, raise --vram, or use a smaller recipe.",
         )
 
@@ -381,7 +378,6 @@ def _with_pages(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room: int
             f"and {format_bytes(room)} is left beside the weights.",
             asked=ceil_div(asked, page_len) * page_bytes,
             available=room,
-            unit="bytes",
             hint=f"At most {fit * page_len:,} tokens fit: lower --context.",
         )
     if config.kv_tokens is not None and config.kv_tokens < (config.context or 0):

@@ -20,17 +20,10 @@ from packhorse.core.errors import (
 from packhorse.server.worker import StoppedError
 
 TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Of errors by status; others are invalid_request_error, and from 500 on server_error."""
 
 
 @dataclass(eq=False)
@@ -47,9 +40,10 @@ class ApiError(Exception):
 
     def body(self, request_id: str) -> dict[str, Any]:
         """The JSON document."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
         error = {
             "message": self.message,
-            "type": TYPES.get(self.status, "server_error"),
+            "type": TYPES.get(self.status, default),
             "param": self.param,
             "code": self.code,
             "request_id": request_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -95,30 +95,33 @@ class _Live(Collector):
                 "packhorse_snapshots", "Recurrent states kept for reuse.", stats.snapshots
             )
             yield CounterMetricFamily("packhorse_evicted_entries", "Prefixes dropped.", stats.evicted_entries)
-            reuse = CounterMetricFamily(
-                "packhorse_reuse", "Of prompts, whatever tier it is from.", labels=["event"]
-            )
-            for name in ("opened", "hits", "reused_tokens", "thinned_entries", "skipped_snapshots"):
-                reuse.add_metric([name], getattr(stats, name))
-            yield reuse
-            misfits = CounterMetricFamily(
-                "packhorse_kv_misfits", "Values of K and V that their codec could not hold.", labels=["kind"]
-            )
-            for kind, count in store.kv_misfits.items():
-                misfits.add_metric([kind], count)
-            yield misfits
+            names = ("opened", "hits", "reused_tokens", "thinned_entries", "skipped_snapshots")
+            reuse = {name: getattr(stats, name) for name in names}
+            yield _counts("reuse", "Of prompts, whatever tier it is from.", "event", reuse)
+            misfits = store.kv_misfits
+            yield _counts("kv_misfits", "Values of K and V that their codec could not hold.", "kind", misfits)
             yield _bytes(worker.session, stats.pages_free, snapshot.card_bytes)
             if worker.session.engine.experts is not None:
                 yield from _experts(worker.session.engine.experts)
             if store.lower is not None:
-                events = CounterMetricFamily("packhorse_store", "Of the tiers below.", labels=["event"])
-                for name, count in store.lower.events.items():
-                    events.add_metric([name], count)
-                yield events
-                held = GaugeMetricFamily("packhorse_store_held", "By the tiers below.", labels=["what"])
-                for name, count in store.lower.held.items():
-                    held.add_metric([name], count)
-                yield held
+                yield _counts("store", "Of the tiers below.", "event", store.lower.events)
+                yield _held("store_held", "By the tiers below.", "what", store.lower.held)
+
+
+def _counts(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    """What only grows, by one label."""
+    family = CounterMetricFamily(f"packhorse_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _held(name: str, text: str, label: str, held: Mapping[str, int]) -> Metric:
+    """What is there now, by one label."""
+    family = GaugeMetricFamily(f"packhorse_{name}", text, labels=[label])
+    for value, count in held.items():
+        family.add_metric([value], count)
+    return family
 
 
 def page_bytes(store: KVStore) -> int:
@@ -163,17 +166,7 @@ def _bytes(session: Session, pages_free: int, card_bytes: int | None) -> Metric:
 
 
 def _experts(experts: StreamedExperts | FetchedExperts) -> Iterator[Metric]:
-    events = CounterMetricFamily(
-        "packhorse_experts", "Experts that decode steps used, missed, kept and dropped.", labels=["event"]
-    )
-    for name, count in experts.counts.items():
-        events.add_metric([name], count)
-    yield events
-    held = GaugeMetricFamily("packhorse_experts_on_card", "Experts on the card now.", labels=["where"])
-    for name, count in experts.held.items():
-        held.add_metric([name], count)
-    yield held
-    link = CounterMetricFamily("packhorse_link_bytes", "Experts over the card's link.", labels=["by"])
-    for name, size in experts.link_bytes.items():
-        link.add_metric([name], size)
-    yield link
+    text = "Experts that decode steps used, missed, kept and dropped."
+    yield _counts("experts", text, "event", experts.counts)
+    yield _held("experts_on_card", "Experts on the card now.", "where", experts.held)
+    yield _counts("link_bytes", "Experts over the card's link.", "by", experts.link_bytes)

@@ -245,10 +245,8 @@ class Reply:
             "time_ms": round(waited_s * 1000),
             "time_left_ms": left,
         }
-        index = self._choices[event.request_id].index
-        content: dict[str, Any] = {"delta": {}} if self.prepared.is_chat else {"text": ""}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
-        return {**self._head(stream=True), "choices": [choice], "prompt_progress": progress}
+        delta = Delta(self._choices[event.request_id].index, {})
+        return {**self.chunk(delta), "prompt_progress": progress}
 
     def last_chunks(self, include_usage: bool) -> list[dict[str, Any]]:
         """What follows the last delta: the counts where they were asked for, and the report."""

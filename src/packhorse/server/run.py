@@ -231,8 +231,3 @@ def supervise(command: Sequence[str], say: Callable[[str], None]) -> int:
         time.sleep(pause)
         if stop:
             return 1
-
-
-def this_command(args: Sequence[str]) -> list[str]:
-    """The command line of this program with other arguments."""
-    return [sys.executable, "-m", "packhorse.cli.main", *args]

@@ -202,10 +202,7 @@ class Worker:
         Raises what Engine.add raises, and StoppedError: then nothing was queued. Where this is cancelled the
         job is left.
         """
-        with self._closing:
-            if self._closed:
-                raise StoppedError("The engine has stopped.", hint="See /health.")
-            self._commands.put(("add", job))
+        self._put("add", job)
         self._num_live += job.num_requests
         try:
             await asyncio.shield(job.accepted)
@@ -219,11 +216,14 @@ class Worker:
         Raises what it raises, and StoppedError.
         """
         call = _Call(function)
+        self._put("call", call)
+        return cast(T, await asyncio.wrap_future(call.result))
+
+    def _put(self, name: str, command: Job | _Call) -> None:
         with self._closing:
             if self._closed:
                 raise StoppedError("The engine has stopped.", hint="See /health.")
-            self._commands.put(("call", call))
-        return cast(T, await asyncio.wrap_future(call.result))
+            self._commands.put((name, command))
 
     def leave(self, job: Job) -> None:
         """Nobody waits for the job any more. Its requests end within one step; nothing happens to those that

@@ -53,15 +53,12 @@ def width_of(spec: str) -> int:
 def percent_size(text: str | bytes, args: Any, limit: int) -> int:
     """`text % args`: its own characters, the widths in it or given for a `*`, and the values it names."""
     form = text if isinstance(text, str) else text.decode("latin-1")
-    values = list(args.values()) if isinstance(args, Mapping) else list(args) if _is_tuple(args) else [args]
+    named = isinstance(args, Mapping)
+    values = list(args.values()) if named else list(args) if isinstance(args, tuple) else [args]
     stars = sum(abs(value) for value in values if isinstance(value, int)) if "*" in form else 0
     # By name a value may be written many times.
-    times = form.count("%") if isinstance(args, Mapping) else 1
+    times = form.count("%") if named else 1
     return len(form) + width_of(form) + stars + times * text_size(values, limit)
-
-
-def _is_tuple(value: Any) -> bool:
-    return isinstance(value, tuple)
 
 
 def _number(value: Any) -> int:

@@ -67,17 +67,12 @@ class ChatTemplate:
         self._environment = _BoundedEnvironment()
         try:
             self._template = self._environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(
-                f"The chat template does not compile: {error.message} (line {error.lineno}).",
-                hint="Give a working one with --chat-template FILE.",
-                line=error.lineno,
-            ) from error
-        except RecursionError as error:
-            raise TokenizerError(
-                "The chat template is nested too deep to compile.",
-                hint="Give a working one with --chat-template FILE.",
-            ) from error
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            why = "is nested too deep to compile"
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                why = f"does not compile: {error.message} (line {error.lineno})"
+            hint = "Give a working one with --chat-template FILE."
+            raise TokenizerError(f"The chat template {why}.", hint=hint) from error
 
     @classmethod
     def load(cls, facts: ModelFacts, tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate:
@@ -94,9 +89,8 @@ class ChatTemplate:
                     hint="Give a Jinja template as a UTF-8 text file.",
                     path=str(file),
                 ) from error
-            with contextlib.suppress(
-                InvalidRequestError
-            ):  # one that wants another chat says so when it gets one
+            # One that wants another chat says so when it gets one.
+            with contextlib.suppress(InvalidRequestError):
                 if _PROBE not in template.render([{"role": "user", "content": _PROBE}]):
                     raise TokenizerError(
                         f"The chat template {file} writes a prompt without the question.",
@@ -262,15 +256,6 @@ def _content_text(content: Any) -> str:
 class _Bounds(jinja2.visitor.NodeTransformer):
     """Rewrites a parsed template so that each loop round and macro call is counted, and `~` is bounded."""
 
-    def visit_For(self, node: jinja2.nodes.For) -> Any:  # noqa: N802
-        return self._counted(node)
-
-    def visit_Macro(self, node: jinja2.nodes.Macro) -> Any:  # noqa: N802
-        return self._counted(node)
-
-    def visit_CallBlock(self, node: jinja2.nodes.CallBlock) -> Any:  # noqa: N802
-        return self._counted(node)
-
     def visit_Concat(self, node: jinja2.nodes.Concat) -> Any:  # noqa: N802
         self.generic_visit(node)
         return _call("bounded_concat", node.nodes, node.lineno)
@@ -284,6 +269,8 @@ class _Bounds(jinja2.visitor.NodeTransformer):
         self.generic_visit(node)
         node.body.insert(0, jinja2.nodes.ExprStmt(_call("count_step", [], node.lineno), lineno=node.lineno))
         return node
+
+    visit_For = visit_Macro = visit_CallBlock = _counted  # noqa: N815
 
 
 def _call(name: str, args: list[jinja2.nodes.Expr], lineno: int) -> jinja2.nodes.Call:

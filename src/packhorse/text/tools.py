@@ -118,10 +118,8 @@ class ToolCallSplitter:
         """The call that a body spells, in either form; None for anything else."""
         match = _FUNCTION.match(body)
         if match is not None:
-            name, arguments = (
-                match[1].strip(),
-                _xml_arguments(match[2], self._parameters.get(match[1].strip())),
-            )
+            name = match[1].strip()
+            arguments = _xml_arguments(match[2], self._parameters.get(name))
         else:
             try:
                 call = json.loads(body)
