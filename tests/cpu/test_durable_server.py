@@ -60,6 +60,22 @@ def test_restarts_and_meters(tmp_path):
         assert figure(live, "packhorse_store_held", "disk_records") == len(files) > 1
 
 
+def test_what_is_short_is_written_when_it_comes_again_or_is_a_documents(tmp_path):
+    short = TEXT[:700]
+    part = {"type": "document", "title": "hut.txt", "source": {"type": "text", "data": short}}
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        for question, records in (("How many? " * 9, 0), ("Who is it? " * 9, 1)):
+            assert cached(live, "", messages=[{"role": "user", "content": short + question}]) >= 0
+            live.wait(lambda: figure(live, "packhorse_store_held", "backlog_bytes") == 0)
+            assert (figure(live, "packhorse_store_held", "disk_records") > 0) is (records > 0)
+        assert figure(live, "packhorse_store_total", "skipped_once") == 1
+        assert figure(live, "packhorse_store_total", "cut_once") == 1
+    with servers.scripted(engine=engine(tmp_path / "other")) as live:
+        content = [part, {"type": "text", "text": "How many?"}]
+        assert cached(live, "", messages=[{"role": "user", "content": content}]) == 0
+        live.wait(lambda: figure(live, "packhorse_store_held", "disk_records") > 0)
+
+
 def test_misses_are_counted_by_reason_and_damage_is_logged(tmp_path, capsys):
     other = "The inn has two stables and no mule. " * 30
     with servers.scripted(engine=engine(tmp_path / "s")) as live:

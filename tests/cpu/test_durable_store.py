@@ -166,6 +166,52 @@ def test_too_short_is_not_written(tmp_path):
     assert store.lower.counters["skipped_short"] == 1 and store.lower.disk.usage()["records"] == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_short_and_has_no_name_is_written_when_it_comes_again(tmp_path, kind):
+    """As far as it does, and of a hybrid model up to a state; what is long, or has a name, at once."""
+    store = make(tmp_path / "s", kind, num_pages=200)
+    store.lower.min_pages, store.lower.long_pages = 3, 20
+    counters, disk = store.lower.counters, store.lower.disk
+
+    def written() -> list[int]:
+        return sorted(stop for (stop,) in disk.query("SELECT max(stop) FROM records GROUP BY tokens != ''"))
+
+    begin = tokens(25)
+    run(store, [*begin, *tokens(16, 1)])
+    assert (counters["skipped_once"], disk.usage()["records"]) == (1, 0)
+    run(store, [*begin, *tokens(16, 2)], marks=[25])
+    assert (counters["skipped_once"], counters["cut_once"]) == (1, 1)
+    assert set(written()) == {24}, "the pages that both have, and a state there"
+    run(store, [*begin, *tokens(16, 2)])
+    assert counters["cut_once"] == 1 and set(written()) == {40}, "all of it came again"
+    held = disk.usage()["records"]
+    run(store, [*begin[:8], *tokens(16, 3)])
+    assert counters["skipped_once"] == 2 and disk.usage()["records"] == held, "what came again is too short"
+    run(store, tokens(20, 4), label="x")
+    run(store, tokens(90, 5))
+    assert (counters["skipped_once"], counters["cut_once"]) == (2, 1) and disk.usage()["records"] > held + 1
+    run(store, [*tokens(90, 5)[:30], *tokens(9, 6)], marks=[30])
+    assert counters["cut_once"] == 2, "a long one counts as having come by"
+    run(store, begin[:9])
+    assert counters["skipped_short"] == 1
+    store.close_tiers()
+    store = make(tmp_path / "s", kind, num_pages=200)
+    assert run(store, [*begin, *tokens(16, 2)], keep=False) == 40
+    assert run(store, [*begin, *tokens(16, 1)], keep=False) == 24
+
+
+def test_what_is_known_of_chains_that_came_by_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(lower, "SEEN_PAGES", 20)
+    store = make(tmp_path / "s")
+    store.lower.long_pages = 100
+    for seed in (1, 2, 3, 1):
+        run(store, tokens(40, seed))
+        assert len(store.lower._seen) <= 20
+    assert store.lower.counters["skipped_once"] == 4, "the first was forgotten meanwhile"
+    run(store, tokens(40, 1))
+    assert store.lower.disk.usage()["records"] == 1
+
+
 def test_what_is_slower_to_load_is_read_again(tmp_path):
     store = make(tmp_path / "s")
     run(store, tokens(40))

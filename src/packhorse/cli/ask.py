@@ -104,7 +104,7 @@ def command(
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
     asking.warn_of_no_draw(given, sampling, say)
     messages = messages_of(compose(documents, asked + CITE_REQUEST * cite), system)
-    label = ", ".join(d.name for d in documents)
+    label = ", ".join(d.name for d in documents) or "ask"
     with closing(session, say):
         with asking.Display(stream=not json) as display:
             answer = session.answer(messages, label=label, **display.callbacks, **sampling)

@@ -142,7 +142,9 @@ class Conversation:
     def _ask(self, question: str) -> None:
         asked = {"role": "user", "content": compose(self.documents, question).parts}
         with asking.Display(stream=self._stream) as display:
-            answer = self.session.answer([*self.messages, asked], **display.callbacks, **self.sampling)
+            answer = self.session.answer(
+                [*self.messages, asked], label="chat", **display.callbacks, **self.sampling
+            )
         self.session.flush()
         answered = {"role": "assistant", "content": answer.text}
         if answer.reasoning:

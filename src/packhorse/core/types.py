@@ -102,7 +102,7 @@ class Request:
     id: unique among live requests. token_ids: the prompt, at least one token. marks: token positions after
     which a snapshot is wanted (ends of documents, of the system turn, of turns), in (0, len(token_ids)]. tenant:
     what is read is kept for requests of the same tenant alone. store: False keeps nothing of it. label: a name for
-    people of what is kept on disk.
+    people of what is kept on disk; what is short and has none is written there when a second prompt begins with it.
     """
 
     id: str

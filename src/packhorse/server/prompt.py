@@ -101,7 +101,8 @@ class Preparer:
         if asked.top_logprobs is not None and not asked.logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
         guide = self._guide_maker(asked, template, tools, inside)
-        group = self._group(request_id, ids, marks, params, asked.n or 1, guide)
+        names = ", ".join(document.name for document in documents)
+        group = self._group(request_id, ids, marks, params, asked.n or 1, guide, label=names)
         return Prepared([group], inside=inside, tools=tuple(tools), report=report, cited=cited)
 
     def document(self, document: Document, request_id: str, tenant: str) -> tuple[Request, Reading]:
@@ -342,6 +343,7 @@ class Preparer:
         count: int,
         guide: Any,
         scored: int | None = None,
+        label: str = "",
     ) -> list[Request]:
         """`count` requests with one prompt; answer i of a seeded request has the seed plus i."""
         group = []
@@ -355,6 +357,7 @@ class Preparer:
                     marks=marks,
                     steering=None if guide is None else guide(),
                     prompt_logprobs=scored if index == 0 else None,
+                    label=label,
                 )
             )
         self.session.engine.check(group[0])

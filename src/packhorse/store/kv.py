@@ -572,8 +572,9 @@ class KVStore:
         page_ids = sequence.page_ids[: stop // self.page_len]
         entries = [e for e in self._tree.chain(sequence.tip) if e.marked and e.snapshot is not None]
         tokens = bytes(sequence.encoded[: len(page_ids) * self._tree.page_bytes])
-        if lower.keep(KeepJob(sequence.root.key, tokens, page_ids, entries, sequence.label)):
-            self._pages.share(page_ids)
+        job = KeepJob(sequence.root.key, tokens, page_ids, entries, sequence.label)
+        if lower.keep(job):
+            self._pages.share(job.page_ids)
 
     def _restore(self, tip: Entry, slot: int) -> None:
         if not self.geometry.is_hybrid:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -61,6 +61,10 @@ FAILURES = 3
 """Prompts in a row whose records cannot be read, after which the tier is in trouble."""
 MIN_TOKENS = 256
 """Shorter chains are not written to disk: to read them again takes less than to look them up."""
+LONG_TIMES = 4
+"""Chains of less than so many times that, without a label, are written as far as an earlier one began with the same."""
+SEEN_PAGES = 1 << 14
+"""Of which it is known that a chain came by."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,8 @@ class KeepJob:
     """A closed sequence's chain on its way to disk.
 
     root: chain value it begins at. tokens: encoded, whole pages. page_ids: held by the job until they are
-    copied. entries: those whose snapshots are wanted. label: a name for people. then: called by the writing thread
-    when it is written, or has failed to be.
+    copied. entries: those whose snapshots are wanted. label: a name for people; what has one is written whole.
+    then: called by the writing thread when it is written, or has failed to be.
     """
 
     root: bytes
@@ -101,6 +105,12 @@ class KeepJob:
     keys: list[bytes] = field(default_factory=list)
     next_page: int = 0
     begun: bool = False
+
+    def cut(self, num_pages: int, page_len: int) -> None:
+        """To its first pages."""
+        self.tokens = self.tokens[: len(self.tokens) // len(self.page_ids) * num_pages]
+        self.entries = [entry for entry in self.entries if entry.stop <= num_pages * page_len]
+        del self.page_ids[num_pages:]
 
 
 class WritingThread:
@@ -180,6 +190,7 @@ class LowerTiers:
         self._release = release
         self.model = model
         self.min_pages = ceil_div(min_tokens, geometry.page_len)
+        self.long_pages = ceil_div(LONG_TIMES * min_tokens, geometry.page_len)
         self._page_size = geometry.codec.page_bytes * len(geometry.full_layers)
         self._extent_pages = max(1, EXTENT_BYTES // self._page_size)
         self._staging: Staging | None = None
@@ -195,6 +206,7 @@ class LowerTiers:
         self._read_rates: dict[int, float] = {}
         self._failures = 0
         self._jobs: deque[KeepJob] = deque()
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._batch: list[tuple[Image, Slot | None]] = []
         self._writer = WritingThread() if disk is not None else None
 
@@ -504,14 +516,37 @@ class LowerTiers:
         return record, transfer.state_shapes(self._tier.geometry)
 
     def keep(self, job: KeepJob) -> bool:
-        """Take a chain to be written; its pages are given back through `release`. False: it is not worth it."""
+        """Take a chain to be written, or its beginning, to which the job is cut then; its pages are given back through
+        `release`. False: it is not worth it."""
         if self.disk is None:
             return False
-        if len(job.page_ids) < self.min_pages:
+        num_pages, seen = len(job.page_ids), self._see(job)
+        if num_pages < self.min_pages:
             self.counters["skipped_short"] += 1
             return False
+        if not job.label and num_pages < self.long_pages and seen < num_pages:
+            if seen < self.min_pages:
+                self.counters["skipped_once"] += 1
+                return False
+            self.counters["cut_once"] += 1
+            job.cut(seen, self._tier.geometry.page_len)
         self._jobs.append(job)
         return True
+
+    def _see(self, job: KeepJob) -> int:
+        """With how many pages of a chain an earlier one began, as far as is known, up to where a state is."""
+        most = min(len(job.page_ids), self.long_pages)
+        keys = list(chain_values(job.root, job.tokens, 0, most, self._page_bytes, self._chain))
+        seen = next((page for page, key in enumerate(keys) if key not in self._seen), most)
+        self._seen |= dict.fromkeys(keys)
+        for key in keys:
+            self._seen.move_to_end(key)
+        while len(self._seen) > SEEN_PAGES:
+            self._seen.popitem(last=False)
+        if self._tier.geometry.is_hybrid:
+            stops = [entry.stop // self._tier.geometry.page_len for entry in job.entries]
+            seen = max((stop for stop in stops if stop <= seen), default=0)
+        return seen
 
     def advance(self, num_bytes: int, *, wait: bool = False) -> None:
         """Copy about so many bytes from the device for the writing thread. wait: for it, where it is behind."""
