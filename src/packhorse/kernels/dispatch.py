@@ -160,12 +160,11 @@ def expert_mix(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices, *, exact: bool
 ) -> Tensor:
     """Routed experts, shapes of kernels.experts.ref.expert_mix."""
-    if not exact and experts_cuda.fits(x, experts, gate_up, down):
-        assert isinstance(gate_up, PackedTensor) and isinstance(down, PackedTensor)
-        return experts_cuda.stacked_mix(x, weights, experts, gate_up, down)
-    if not exact and mma.fits(x, gate_up, down) and not _unpacks_experts(x):
-        assert isinstance(gate_up, PackedTensor) and isinstance(down, PackedTensor)
-        return mma.mix(x, weights, experts, experts_cuda.ExpertTable.of_stacks(gate_up, down))
+    if not exact and isinstance(gate_up, PackedTensor) and isinstance(down, PackedTensor):
+        if experts_cuda.fits(x, experts, gate_up, down):
+            return table_mix(x, weights, experts, experts_cuda.ExpertTable.of_stacks(gate_up, down))
+        if mma.fits(x, gate_up, down) and not _unpacks_experts(x):
+            return mma.mix(x, weights, experts, experts_cuda.ExpertTable.of_stacks(gate_up, down))
     if has_grouped_products(x) and not exact:
         num, group = gate_up.shape[0], gate_up.shape[0]
         if isinstance(gate_up, PackedTensor):

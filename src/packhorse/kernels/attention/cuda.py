@@ -171,30 +171,14 @@ class PagedAttention:
         assert width == (heads + self.num_heads * gated) * self.head_dim and rows.stride(1) == 1
         q_norm, k_norm = norms or (None, None)
         cos, sin = cos_sin or (None, None)
+        where = (batch.page_table, batch.row_sequence, batch.row_position)
+        is_fp32 = int(rows.dtype == torch.float32)
         launch(
             self.variants["write_kv"],
             (ceil_div(heads, _WARPS), num_rows),
             32 * _WARPS,
-            *(
-                rows,
-                pages,
-                queries,
-                batch.page_table,
-                batch.row_sequence,
-                batch.row_position,
-                q_norm,
-                k_norm,
-                cos,
-                sin,
-            ),
-            *(
-                misfits,
-                eps,
-                rows.stride(0),
-                int(rows.dtype == torch.float32),
-                self.num_heads,
-                self.num_kv_heads,
-            ),
+            *(rows, pages, queries, *where, q_norm, k_norm, cos, sin),
+            *(misfits, eps, rows.stride(0), is_fp32, self.num_heads, self.num_kv_heads),
             *(int(gated), batch.page_table.shape[1], 0 if cos is None else cos.shape[-1]),
             device=rows.device,
             overlap=True,

@@ -26,7 +26,6 @@ from packhorse.kernels.linear.cuda import (
     num_warps,
     ring_bytes,
     sums_bytes,
-    whole_tiles,
 )
 from packhorse.quant.packed import PackedTensor
 
@@ -77,9 +76,7 @@ class ExpertFills:
             torch.zeros(layers, spares, dtype=torch.int64, device=device),
             torch.full((layers, spares), NO_SLOT, dtype=torch.int32, device=device),
             torch.full((layers, MAX_ROUTES), -1, dtype=torch.int32, device=device),
-            torch.full(
-                (layers * spares if changes is None else changes, 3), -1, dtype=torch.int64, device=device
-            ),
+            torch.full((changes or layers * spares, 3), -1, dtype=torch.int64, device=device),
         )
 
 
@@ -141,26 +138,16 @@ def device_counters(device: torch.device) -> Tensor:
     return new_counters(device)
 
 
-def fits(x: Tensor, experts: Tensor, gate_up: object, down: object) -> bool:
-    """Whether `stacked_mix` is for this mix: few 16-bit tokens, packed stacks on a card, sizes within limits."""
+def fits(x: Tensor, experts: Tensor, gate_up: PackedTensor, down: PackedTensor) -> bool:
+    """Whether `expert_mix` is for this: few 16-bit tokens, stacks on a card, sizes within limits."""
     return (
-        isinstance(gate_up, PackedTensor)
-        and isinstance(down, PackedTensor)
-        and gate_up.data.device.type == "cuda"
+        gate_up.data.device.type == "cuda"
         and x.dtype in DTYPES
         and x.shape[0] <= MAX_TOKENS
         and experts.shape[1] <= MAX_TOP_K
         and len(gate_up) <= MAX_EXPERTS
         and not (gate_up.num_cols % TILE_COLS or down.num_cols % TILE_COLS)
     )
-
-
-def stacked_mix(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: PackedTensor, down: PackedTensor
-) -> Tensor:
-    """`expert_mix` of one layer's stacks, with routes [T, K] chosen elsewhere."""
-    table, counters = ExpertTable.of_stacks(gate_up, down), device_counters(x.device)
-    return expert_mix(whole_tiles(x), plan_routes(weights, experts, table, 0, counters), table, counters)
 
 
 def new_counters(device: torch.device | str) -> Tensor:

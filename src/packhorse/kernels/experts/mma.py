@@ -49,14 +49,10 @@ def _outputs(down: bool) -> int:
     return _WARPS * TILE_ROWS * (2 if down else 1)
 
 
-def fits(x: Tensor, gate_up: object, down: object) -> bool:
+def fits(x: Tensor, gate_up: PackedTensor, down: PackedTensor) -> bool:
     """Whether `mix` is for this: 16-bit tokens and packed stacks on a card, whole tiles."""
-    return (
-        isinstance(gate_up, PackedTensor)
-        and isinstance(down, PackedTensor)
-        and has_type(gate_up.data.device, x.dtype)
-        and not (gate_up.num_cols % TILE_COLS or down.num_cols % TILE_COLS)
-    )
+    whole = not (gate_up.num_cols % TILE_COLS or down.num_cols % TILE_COLS)
+    return has_type(gate_up.data.device, x.dtype) and whole
 
 
 def mix(x: Tensor, weights: Tensor, experts: Tensor, table: ExpertTable) -> Tensor:

@@ -63,18 +63,8 @@ def unpack_into(packed: PackedTensor, out: Tensor) -> Tensor:
     row_blocks = packed.data.numel() // row_bytes
     tiles = ceil_div(packed.num_cols, 64)
     height = min(row_blocks, _GRID_Y)
-    launch(
-        variant(packed.format, out.dtype),
-        (ceil_div(tiles, _WARPS), height, ceil_div(row_blocks, height)),
-        32 * _WARPS,
-        packed.data,
-        out,
-        row_blocks,
-        blocks,
-        packed.num_rows,
-        packed.num_cols,
-        row_bytes,
-        packed.data.stride(0) if lead else 0,
-        device=packed.data.device,
-    )
+    grid = (ceil_div(tiles, _WARPS), height, ceil_div(row_blocks, height))
+    sizes = (row_blocks, blocks, packed.num_rows, packed.num_cols, row_bytes)
+    args = (packed.data, out, *sizes, packed.data.stride(0) if lead else 0)
+    launch(variant(packed.format, out.dtype), grid, 32 * _WARPS, *args, device=packed.data.device)
     return out
