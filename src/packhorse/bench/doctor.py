@@ -27,7 +27,7 @@ from packhorse.bench.findings import CERTIFICATES, PROXIES, findings
 from packhorse.bench.nvml import cards, looker
 from packhorse.bench.origin import version
 from packhorse.core.units import GIB, KIB, MIB
-from packhorse.facts.hardware import probe
+from packhorse.facts.hardware import probe, text_of
 from packhorse.facts.machine import known_card, probed_profile
 
 BLOCKS = (512 * KIB, 4 * MIB)
@@ -119,7 +119,7 @@ def disk_wear(folder: Path) -> dict[str, Any]:
         block = block.parent
     while slaves := sorted(block.glob("slaves/*")):  # encrypted or logical volumes
         block = slaves[0].resolve()
-    turns = _file(f"{block}/queue/rotational").strip() == "1"
+    turns = text_of(block / "queue/rotational").strip() == "1"
     found: dict[str, Any] = {"device": block.name, "rotational": turns}
     tool = shutil.which("smartctl")
     if tool is None:
@@ -223,7 +223,7 @@ def examine(folder: Path, load_s: float = LOAD_S) -> dict[str, Any]:
         "disk": {"folder": str(folder), "free_bytes": int(profile["disk_gib"] * GIB), "bytes_s": disk,
                  "wear": disk_wear(folder)},
         "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
-        "wsl": "microsoft" in _file("/proc/version").lower(),
+        "wsl": "microsoft" in text_of(Path("/proc/version")).lower(),
         "cards": found,
         "no_cards": why,
         "unmeasured": unmeasured,
@@ -238,10 +238,3 @@ def examine(folder: Path, load_s: float = LOAD_S) -> dict[str, Any]:
 def _shown(setting: str) -> str:
     """A setting without the name and password that an address may hold."""
     return re.sub(r"(?<=//)[^/@]+@", "", setting)
-
-
-def _file(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -208,10 +208,8 @@ def _read_stream(answer: http.client.HTTPResponse, sample: Sample) -> None:
         sample.error = "stream without an end"
 
 
-def run_load(
-    target: Target, load: Load, model: str | None = None, progress: Callable[[int, int], None] | None = None
-) -> Result:
-    """Send the load and measure. progress(done, total) is called from the clients' threads.
+def run_load(target: Target, load: Load, model: str | None = None) -> Result:
+    """Send the load and measure.
 
     Raises NetworkError where the server cannot be reached at all, and what `Target.model` raises.
     """
@@ -243,8 +241,6 @@ def run_load(
             sample = target.chat(name, job[1], load.max_tokens)
             with lock:
                 samples.append(sample)
-                if progress is not None:
-                    progress(len(samples), load.requests)
 
     threads = [threading.Thread(target=client) for _ in range(load.clients)]
     for thread in threads:

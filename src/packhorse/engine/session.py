@@ -122,8 +122,6 @@ class Session:
         model: str | Path | ModelFacts,
         config: EngineConfig | None = None,
         *,
-        cache: Path | None = None,
-        offline: bool = False,
         chat_template: Path | None = None,
         raw: bool = False,
         think: Think | None = None,
@@ -149,7 +147,7 @@ class Session:
         if isinstance(model, ModelFacts):
             facts = model
         else:
-            facts = read_model(resolve(str(model), cache=cache, offline=offline, note=fetch_notes.append))
+            facts = read_model(resolve(str(model), note=fetch_notes.append))
         tokenizer = Tokenizer.load(facts)
         template = None if raw else ChatTemplate.load(facts, tokenizer, chat_template)
         options = {} if template is None or think is None else thinking_options(template, think)

@@ -49,7 +49,8 @@ def probe(root: Path = Path("/")) -> HardwareFacts:
     )
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a file of the system says; "" where it is not there."""
     try:
         return path.read_text()
     except OSError:
@@ -58,7 +59,7 @@ def _text(path: Path) -> str:
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
     """Folders of this process's control groups for a controller ("": version 2), the innermost first."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if controller in names.split(","):
             base = root / "sys/fs/cgroup" / controller
@@ -70,10 +71,10 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
 
 def _cpu_quota(root: Path) -> float | None:
     """Processors' worth of time the control groups allow, or None without a limit."""
-    pairs = [_text(group / "cpu.max").split() for group in _cgroups(root, "")]
+    pairs = [text_of(group / "cpu.max").split() for group in _cgroups(root, "")]
     for group in _cgroups(root, "cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        pairs.append([_text(group / name).strip() for name in names])
+        pairs.append([text_of(group / name).strip() for name in names])
     quotas = [
         int(pair[0]) / int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0].isdigit() and pair[1]
     ]
@@ -87,9 +88,9 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
     files += [(group, *old) for group in _cgroups(root, "memory")]
     found = []
     for group, limit_name, usage_name, cache_name, shared_name in files:
-        limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+        limit, usage = text_of(group / limit_name).strip(), text_of(group / usage_name).strip()
         if limit.isdigit() and usage.isdigit():
-            rows = (line.split() for line in _text(group / "memory.stat").splitlines())
+            rows = (line.split() for line in text_of(group / "memory.stat").splitlines())
             stat = {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
             cache = stat.get(cache_name, 0) - stat.get(shared_name, 0)
             found.append((int(limit), max(0, int(usage) - max(0, cache))))
@@ -99,13 +100,13 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
 def _physical_cores(root: Path, allowed: list[int] | None) -> int:
     """Different cores among the allowed processors; 0 where the system does not say."""
     names = {
-        _text(root / f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in allowed or ()
+        text_of(root / f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in allowed or ()
     }
     return len(names - {""})
 
 
 def _cpu_features(root: Path) -> tuple[str, ...]:
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in text_of(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip().lower() in ("flags", "features"):
             return tuple(name for name in _FEATURES if name in value.split())

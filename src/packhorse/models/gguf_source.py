@@ -234,15 +234,13 @@ class GgufSource:
             return (shape[0], 1, shape[1]), lambda values: grouped(next(values), V, 2 * delta.key_dim)
         if not tiled:
             return shape, None
-        if leaf == "ssm_dt.bias" or module in ("ssm_alpha", "ssm_beta"):
-            self._check(tensor, shape[0] == K * R)
-            return shape, lambda values: grouped(next(values), 1)
-        if module == "attn_gate":
-            self._check(tensor, shape[0] == delta.value_dim)
-            return shape, lambda values: grouped(next(values), V)
-        if module == "attn_qkv":
-            self._check(tensor, shape[0] == delta.conv_dim)
-            return shape, lambda values: grouped(next(values), V, 2 * delta.key_dim)
+        # Rows of a value head, and rows before them, of what is ordered by rows.
+        by_rows = {"attn_gate": (V, 0), "attn_qkv": (V, 2 * delta.key_dim)}
+        by_rows |= dict.fromkeys(("ssm_dt", "ssm_alpha", "ssm_beta"), (1, 0))
+        if module in by_rows:
+            width, first = by_rows[module]
+            self._check(tensor, shape[0] == first + K * R * width)
+            return shape, lambda values: grouped(next(values), width, first)
         if module == "ssm_out":
             self._check(tensor, len(shape) == 2 and shape[1] == delta.value_dim)
             return shape, lambda values: grouped(next(values).T, V).T

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from packhorse.core.errors import CorruptFileError, RefusedError, UnsupportedModelError
+from packhorse.core.errors import CorruptFileError, UnsupportedModelError
 from packhorse.core.units import MIB
+from packhorse.facts.fields import reading
 from packhorse.facts.model import TensorFacts
 
 DTYPES = {
@@ -34,31 +35,25 @@ def read_raw(tensor: TensorFacts, device: str = "cpu") -> Tensor:
 
     Raises CorruptFileError where the bytes are not there, RefusedError where the file cannot be read.
     """
-    try:
-        with tensor.file.open("rb", buffering=0) as stream:
-            if tensor.num_bytes < LARGE_BYTES:
+    with reading(tensor.file), tensor.file.open("rb", buffering=0) as stream:
+        if tensor.num_bytes < LARGE_BYTES:
+            buffer = torch.empty(tensor.num_bytes, dtype=torch.uint8)
+            _read(tensor, stream.fileno(), buffer, 0)
+            return buffer.to(device)
+        with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
+
+            def read(buffer: Tensor, start: int) -> None:
+                def part(at: int) -> None:
+                    _read(tensor, stream.fileno(), buffer[at : at + PART_BYTES], start + at)
+
+                for _ in pool.map(part, range(0, len(buffer), PART_BYTES)):
+                    pass
+
+            if device == "cpu":
                 buffer = torch.empty(tensor.num_bytes, dtype=torch.uint8)
-                _read(tensor, stream.fileno(), buffer, 0)
-                return buffer.to(device)
-            with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
-
-                def read(buffer: Tensor, start: int) -> None:
-                    def part(at: int) -> None:
-                        _read(tensor, stream.fileno(), buffer[at : at + PART_BYTES], start + at)
-
-                    for _ in pool.map(part, range(0, len(buffer), PART_BYTES)):
-                        pass
-
-                if device == "cpu":
-                    buffer = torch.empty(tensor.num_bytes, dtype=torch.uint8)
-                    read(buffer, 0)
-                    return buffer
-                return _staged(tensor.num_bytes, device, read)
-    except OSError as error:
-        raise RefusedError(
-            f"{tensor.file} cannot be read: {error.strerror or error}.",
-            hint="Check the file and its permissions.",
-        ) from error
+                read(buffer, 0)
+                return buffer
+            return _staged(tensor.num_bytes, device, read)
 
 
 def _read(tensor: TensorFacts, file: int, buffer: Tensor, start: int) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +30,7 @@ from jinja2.exceptions import SecurityError
 from packhorse.core.errors import InvalidRequestError, TokenizerError
 from packhorse.facts.model import ModelFacts
 from packhorse.text import bounds
-from packhorse.text.tokenizer import Tokenizer
+from packhorse.text.tokenizer import Tokenizer, text_marks
 
 MAX_LOOP_STEPS = 100_000
 """Rounds of all loops and calls of macros in one rendering: a chat of thousands of turns needs a tenth."""
@@ -177,9 +176,7 @@ def mark_positions(
         if text.startswith(history):
             before = len(history)
             ends.add(before)
-    ids, reached = tokenizer.encode_with_ends(text, special=False)
-    marks = {bisect_right(reached, end) for end in ends}
-    return ids, tuple(sorted(marks - {0}))
+    return text_marks(tokenizer, text, ends, special=False)
 
 
 def _part_ends(message: Message, text: str, start: int) -> list[int]:

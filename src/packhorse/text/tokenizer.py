@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ class Detokenizer:
 
 
 def text_marks(
-    tokenizer: Tokenizer, text: str, ends: Sequence[int], special: bool = True
+    tokenizer: Tokenizer, text: str, ends: Iterable[int], special: bool = True
 ) -> tuple[list[int], tuple[int, ...]]:
     """Token ids of `text`, and the token positions of the character positions `ends`.
 

@@ -197,7 +197,9 @@ class CodeCache:
     reader sees a whole file or none; a file that is damaged counts as missing."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or _cache_home() / "packhorse" / "kernels"
+        # Where the desktop specification puts caches; platformdirs is not on every machine with a card.
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.folder = folder or home / "packhorse" / "kernels"
 
     def get(self, key: str) -> bytes | None:
         """The code, or None where there is none, or none that is whole."""
@@ -224,11 +226,6 @@ class CodeCache:
                 os.unlink(name)
             return False
         return True
-
-
-def _cache_home() -> Path:
-    """Where the desktop specification puts caches; platformdirs is not on every machine with a card."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _digest(code: bytes) -> bytes:
