@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ class ModelFacts:
     def num_layers(self) -> int:
         return len(self.layer_kinds)
 
-    @property
+    @cached_property
     def num_full_layers(self) -> int:
         return sum(kind is LayerKind.FULL for kind in self.layer_kinds)
 

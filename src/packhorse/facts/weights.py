@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from packhorse.core.types import LayerKind
@@ -104,8 +105,13 @@ def body_params(facts: ModelFacts) -> int:
     return total
 
 
-def param_groups(facts: ModelFacts) -> Iterator[ParamGroup]:
+@lru_cache(maxsize=64)
+def param_groups(facts: ModelFacts) -> tuple[ParamGroup, ...]:
     """The text model's weights from its dimensions. Source: the modules of transformers' classes."""
+    return tuple(_groups(facts))
+
+
+def _groups(facts: ModelFacts) -> Iterator[ParamGroup]:
     H = facts.hidden_size
     yield _matrix("embeddings", facts.vocab_size, H)
     if not facts.tied:
