@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from packhorse.core.config import check_least
 from packhorse.core.errors import NetworkError, PackhorseError, UsageError
 
 WORDS = ("mule", "pass", "valley", "stone", "river", "hut", "snow", "road", "bridge", "rope", "ridge", "wind")
@@ -39,11 +40,8 @@ class Load:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "clients", "prompt_words", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}.", hint="Give a number from 1 on.")
-        if self.shared_words < 0 or self.warmup < 0:
-            raise UsageError("shared_words and warmup must be 0 or more.")
+        least = dict.fromkeys(("requests", "clients", "prompt_words", "max_tokens"), 1)
+        check_least(self, least | {"shared_words": 0, "warmup": 0})
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise UsageError(f"The rate is {self.rate}.", hint="Give requests a second, above 0.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,14 @@ _LEAST = {
     "snapshots": 0, "disk": 0, "ram": 0,
 }  # fmt: skip
 """Least values of numbers that are given."""
+
+
+def check_least(settings: object, least: Mapping[str, int]) -> None:
+    """Raises UsageError where a field is given (not None) and below its least value."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value is not None and value < low:
+            raise UsageError(f"{name} is {value}.", hint=f"Give at least {low}.")
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,7 @@ class EngineConfig:
     """Bytes of host memory for what has no room in the KV pool any more."""
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}.", hint=f"Give at least {least}.")
+        check_least(self, _LEAST)
         for name in ("keep_days", "max_decode_gap"):
             value = getattr(self, name)
             if value is not None and not value > 0:

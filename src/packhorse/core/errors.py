@@ -17,8 +17,11 @@ class PackhorseError(Exception):
 
     exit_code: ClassVar[int] = 1
     kind: ClassVar[str] = "failure"
+    usual_hint: ClassVar[str] = ""
+    """What to change where nothing else is said."""
 
     def __init__(self, reason: str, *, hint: str = "", **facts: object) -> None:
+        hint = hint or self.usual_hint
         super().__init__(f"{reason} {hint}".strip())
         self.reason = reason
         self.hint = hint
@@ -70,6 +73,7 @@ class CorruptFileError(RefusedError):
     """A file whose bytes contradict themselves or its size."""
 
     kind = "corrupt_file"
+    usual_hint = "The file is damaged or was not fetched whole: fetch it again."
 
 
 class NotAuthenticError(RefusedError):
@@ -82,6 +86,7 @@ class UnsupportedModelError(RefusedError):
     """A model, or a feature of one, that is not built."""
 
     kind = "unsupported_model"
+    usual_hint = "Choose another model."
 
 
 class WeightsError(RefusedError):

@@ -169,7 +169,6 @@ def _refuse_features(top: Fields, text: Fields) -> None:
         if value not in known:
             raise UnsupportedModelError(
                 f"{top.file}: {key} is {value!r}; only {known[0]!r} is supported.",
-                hint="Choose another model.",
                 field=key,
                 value=repr(value),
             )
@@ -212,7 +211,6 @@ def _layer_kinds(text: Fields, family: str, num_layers: int) -> tuple[LayerKind,
             raise UnsupportedModelError(
                 f"{text.file}: layer {index} is of kind {kind!r}; {family} layers may be"
                 f" {' or '.join(known)}.",
-                hint="Choose another model.",
                 layer=index,
                 kind=repr(kind),
             )
@@ -296,7 +294,6 @@ def _rope(text: Fields, family: str, head_dim: int, context: int) -> tuple[RopeF
         if isinstance(value, dict):
             raise UnsupportedModelError(
                 f"{text.file}: the rope parameters differ by layer type ({key}), which is not supported.",
-                hint="Choose another model.",
             )
     kind = raw.text("rope_type") or raw.text("type") or "default"
     theta = raw.maybe_number("rope_theta", low=1.0) or text.number("rope_theta", 10_000.0, low=1.0)
@@ -307,7 +304,6 @@ def _rope(text: Fields, family: str, head_dim: int, context: int) -> tuple[RopeF
         # transformers' classes of these families ignore the factor for some kinds and follow it for others.
         raise UnsupportedModelError(
             f"{text.file}: partial_rotary_factor is {partial:g}; {family} rotates whole heads only.",
-            hint="Choose another model.",
         )
     rotary_dim = int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:

@@ -55,13 +55,10 @@ def parse_object(data: bytes, what: str, *, unique: bool = False) -> dict[str, A
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=hook)
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(
-            f"{what} is not JSON: {error}.", hint="The file is damaged: fetch it again."
-        ) from error
+        raise CorruptFileError(f"{what} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise CorruptFileError(
             f"{what} holds a {type(value).__name__}, not an object.",
-            hint="The file is damaged: fetch it again.",
         )
     return value
 

@@ -31,7 +31,6 @@ MAX_ALIGNMENT = 1 << 16
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_DAMAGED = "The file is damaged or was not fetched whole: fetch it again."
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def read_header(file: Path) -> GgufHeader:
     with reading(file), file.open("rb") as stream:
         size = stream.seek(0, 2)
         if size < 24:
-            raise CorruptFileError(f"{file} has {size} bytes, too few for a GGUF file.", hint=_DAMAGED)
+            raise CorruptFileError(f"{file} has {size} bytes, too few for a GGUF file.")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(file, data).header()
 
@@ -71,7 +70,7 @@ class _Reader:
         self.at = 0
 
     def corrupt(self, what: str) -> CorruptFileError:
-        return CorruptFileError(f"{self.file}: {what}.", hint=_DAMAGED, byte=self.at)
+        return CorruptFileError(f"{self.file}: {what}.", byte=self.at)
 
     def header(self) -> GgufHeader:
         num_tensors, num_entries = self.preamble()

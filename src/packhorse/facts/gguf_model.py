@@ -202,7 +202,6 @@ class _Reader:
             return
         raise UnsupportedModelError(
             f"{self.file}: {self.own.prefix}{key} is {value!r}; only {known[-1]!r} is supported.",
-            hint="Choose another model.",
             field=key,
         )
 
@@ -221,7 +220,6 @@ class _Reader:
             found = "missing" if embedding is None else f"of shape {list(embedding.shape)}"
             raise CorruptFileError(
                 f"{self.file}: token_embd.weight is {found}, and embedding_length is {hidden}.",
-                hint="The file is damaged: fetch it again.",
             )
         tokens = self.all.items("tokenizer.ggml.tokens")
         if tokens is not None and len(tokens) > embedding.shape[0]:
@@ -271,7 +269,6 @@ class _Reader:
             if kind != "none":
                 raise UnsupportedModelError(
                     f"{self.file} scales rope by {kind} and by rope_freqs.weight.",
-                    hint="Choose another model.",
                 )
             kind, found = self.llama3_scaling(factors, theta, rotary_dim)
             raw |= found
@@ -288,7 +285,6 @@ class _Reader:
             raise UnsupportedModelError(
                 f"{self.file}: rope_freqs.weight is {factors.format.name} {list(factors.shape)}, not F32"
                 f" [{half}].",
-                hint="Choose another model.",
             )
         with factors.file.open("rb") as stream:
             stream.seek(factors.offset)

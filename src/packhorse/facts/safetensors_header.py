@@ -22,8 +22,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-_DAMAGED = "The file is damaged or was not fetched whole: fetch it again."
-
 
 def read_header(file: Path) -> dict[str, TensorFacts]:
     """Tensors of one file by name, in the order of their bytes. Offsets count from the start of the file.
@@ -38,13 +36,12 @@ def read_header(file: Path) -> dict[str, TensorFacts]:
         if len(head) < 8 or length > size - 8 or length > MAX_HEADER_BYTES or length < 2:
             raise CorruptFileError(
                 f"{file} says that its header takes {length:,} bytes, and the file has {size:,}.",
-                hint=_DAMAGED,
                 header_bytes=length,
                 file_bytes=size,
             )
         data = stream.read(length)
     if not data.startswith(b"{"):
-        raise CorruptFileError(f"The header of {file} does not start with a brace.", hint=_DAMAGED)
+        raise CorruptFileError(f"The header of {file} does not start with a brace.")
     entries = parse_object(data, f"The header of {file}", unique=True)
     entries.pop("__metadata__", None)
     start = 8 + length
@@ -58,7 +55,7 @@ def _tensor(file: Path, start: int, name: str, entry: Any) -> TensorFacts:
     """One entry of the header, checked by itself."""
 
     def wrong(what: str) -> CorruptFileError:
-        return CorruptFileError(f"{file}: the tensor {name!r} has {what}.", hint=_DAMAGED, tensor=name)
+        return CorruptFileError(f"{file}: the tensor {name!r} has {what}.", tensor=name)
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise wrong("an entry that is not dtype, shape and data_offsets")
@@ -94,14 +91,12 @@ def _check_cover(file: Path, tensors: list[TensorFacts], start: int, size: int) 
             raise CorruptFileError(
                 f"{file}: the tensor {tensor.name!r} starts at byte {tensor.offset:,} and {what}, which ends"
                 f" at {end:,}.",
-                hint=_DAMAGED,
                 tensor=tensor.name,
             )
         end += tensor.num_bytes
     if end != size:
         raise CorruptFileError(
             f"{file} has {size:,} bytes, and its header describes {end:,}.",
-            hint=_DAMAGED,
             file_bytes=size,
             header_bytes=end,
         )
@@ -141,7 +136,7 @@ def _read_shards(folder: Path) -> dict[str, TensorFacts]:
     index = folder / INDEX
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptFileError(f"{index} has no weight_map.", hint=_DAMAGED)
+        raise CorruptFileError(f"{index} has no weight_map.")
     for name, shard in weight_map.items():
         if not _is_plain_name(shard):
             raise CorruptFileError(
@@ -162,7 +157,6 @@ def _read_shards(folder: Path) -> dict[str, TensorFacts]:
                 raise CorruptFileError(
                     f"{shard} holds the tensor {name!r}, which {INDEX} places"
                     f" {f'in {where}' if where else 'nowhere'}.",
-                    hint=_DAMAGED,
                     tensor=name,
                 )
             found[name] = tensor
@@ -171,7 +165,6 @@ def _read_shards(folder: Path) -> dict[str, TensorFacts]:
         raise CorruptFileError(
             f"{index} places {missing[0]!r} in {weight_map[missing[0]]}, and it is not there"
             f" ({len(missing)} such tensors).",
-            hint=_DAMAGED,
             tensor=missing[0],
         )
     return found

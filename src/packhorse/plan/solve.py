@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from packhorse.core import formats
-from packhorse.core.config import KV_CHOICES
+from packhorse.core.config import KV_CHOICES, check_least
 from packhorse.core.errors import UsageError
 from packhorse.core.types import PAGE_LEN
 from packhorse.core.units import GIB, format_bytes, round_up
@@ -68,11 +68,8 @@ class Wishes:
     prefer: str = "speed"
 
     def __post_init__(self) -> None:
-        for name in ("context", "sequences", "vram", "ram", "draft", "host_kv", "disk"):
-            low = 0 if name in ("draft", "host_kv", "disk") else 1
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise UsageError(f"{name} is {value}.", hint=f"{name} must be at least {low}.")
+        least = dict.fromkeys(("context", "sequences", "vram", "ram"), 1)
+        check_least(self, least | dict.fromkeys(("draft", "host_kv", "disk"), 0))
         if self.draft > MAX_DRAFT:
             raise UsageError(f"draft is {self.draft}.", hint=f"draft must be at most {MAX_DRAFT}.")
         if self.host_kv > (self.context or self.host_kv):

@@ -26,7 +26,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from packhorse.core.config import EngineConfig
+from packhorse.core.config import EngineConfig, check_least
 from packhorse.core.errors import UsageError
 from packhorse.core.types import SamplingParams
 from packhorse.core.units import MIB, parse_bytes
@@ -74,8 +74,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UsageError(f"The port is {self.port}.", hint="Give one from 0 to 65535.")
-        if self.queue < 0:
-            raise UsageError(f"queue is {self.queue}.", hint="Give 0 or more.")
+        check_least(self, {"queue": 0})
         limits = ("body_limit", "document_limit", "body_timeout", "header_timeout")
         for name in (*limits, "keep_alive", "stall", "grace"):
             if not getattr(self, name) > 0:

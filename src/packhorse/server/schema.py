@@ -248,16 +248,19 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(BaseModel):
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: UsageBody
+
+
+class ChatCompletion(_Answer):
     """Answer of /v1/chat/completions. packhorse: what was done with the messages (truncation, folding), and
     citations where they were asked for."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: UsageBody
     packhorse: dict[str, Any] | None = None
 
 
@@ -270,15 +273,11 @@ class TextChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(BaseModel):
+class Completion(_Answer):
     """Answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: UsageBody
 
 
 class Tokens(BaseModel):
