@@ -207,7 +207,7 @@ def test_what_is_known_of_chains_that_came_by_is_bounded(tmp_path, monkeypatch):
     for seed in (1, 2, 3, 1):
         run(store, tokens(40, seed))
         assert len(store.lower._seen) <= 20
-    assert store.lower.counters["skipped_once"] == 4, "the first was forgotten meanwhile"
+    assert store.lower.counters["skipped_once"] == 4, "all was forgotten meanwhile"
     run(store, tokens(40, 1))
     assert store.lower.disk.usage()["records"] == 1
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -28,6 +28,7 @@ from packhorse.store import transfer
 from packhorse.store.durable import DurableStore
 from packhorse.store.prefix import Entry
 from packhorse.store.records import (
+    Buffer,
     Image,
     Kind,
     Piece,
@@ -64,7 +65,7 @@ MIN_TOKENS = 256
 LONG_TIMES = 4
 """Chains of less than so many times that, without a label, are written as far as an earlier one began with the same."""
 SEEN_PAGES = 1 << 14
-"""Of which it is known that a chain came by."""
+"""Of which it is known that a chain came by, before all is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class LowerTiers:
         self._read_rates: dict[int, float] = {}
         self._failures = 0
         self._jobs: deque[KeepJob] = deque()
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._seen: set[bytes] = set()
         self._batch: list[tuple[Image, Slot | None]] = []
         self._writer = WritingThread() if disk is not None else None
 
@@ -261,10 +262,12 @@ class LowerTiers:
         began = time.monotonic()
         ahead: deque[Future[tuple[Image, Slot | None]]] = deque()
         waiting = deque(found.records)
+        spare: deque[Buffer] = deque()
         usable = held
         for at in range(len(found.records)):
             while waiting and len(ahead) < READ_AHEAD:
-                ahead.append(self._readers.submit(self._fetch, *waiting.popleft()))
+                into = spare.popleft() if spare else None
+                ahead.append(self._readers.submit(self._fetch, *waiting.popleft(), into))
             source, record = found.records[at]
             try:
                 image, staged = ahead.popleft().result()
@@ -277,6 +280,8 @@ class LowerTiers:
                 self._lose(source, record, error.reason)
                 self._join()
                 return usable if not self._tier.geometry.is_hybrid else held
+            if self._staging is None and source is self.disk:
+                spare.append(image.buffer)  # the system clears new memory first, page by page
             if at < len(found.pieces):
                 piece = found.pieces[at]
                 usable = min(piece.stop, found.num_pages)
@@ -315,11 +320,16 @@ class LowerTiers:
         if self._restore is not None:
             self._restore.settle()
 
-    def _fetch(self, source: Records, record: Record) -> tuple[Image, Slot | None]:
-        """An image, and the slot that it is in, which is to be given back. In a reading thread."""
+    def _fetch(
+        self, source: Records, record: Record, into: Buffer | None = None
+    ) -> tuple[Image, Slot | None]:
+        """An image, and the slot that it is in, which is to be given back. In a reading thread. into: memory for it
+        where it is not in a slot, if that is large enough."""
         staging = self._staging
         if staging is None or record.num_bytes > staging.size:
-            return source.read(record), None
+            if self.disk is None or source is not self.disk or into is None or len(into) < record.num_bytes:
+                return source.read(record), None
+            return self.disk.read(record, memoryview(into)), None
         slot = staging.up.take()
         assert slot is not None
         try:
@@ -538,11 +548,7 @@ class LowerTiers:
         most = min(len(job.page_ids), self.long_pages)
         keys = list(chain_values(job.root, job.tokens, 0, most, self._page_bytes, self._chain))
         seen = next((page for page, key in enumerate(keys) if key not in self._seen), most)
-        self._seen |= dict.fromkeys(keys)
-        for key in keys:
-            self._seen.move_to_end(key)
-        while len(self._seen) > SEEN_PAGES:
-            self._seen.popitem(last=False)
+        self._seen = {*keys} if len(self._seen) + most > SEEN_PAGES else self._seen | {*keys}
         if self._tier.geometry.is_hybrid:
             stops = [entry.stop // self._tier.geometry.page_len for entry in job.entries]
             seen = max((stop for stop in stops if stop <= seen), default=0)
