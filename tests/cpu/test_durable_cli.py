@@ -17,6 +17,7 @@ from chats import PLAIN, byte_tokenizer, shared_folder
 from packhorse.cli import asking
 from packhorse.cli import main as cli
 from packhorse.core.errors import RefusedError
+from packhorse.store import files
 from packhorse.store.durable import DurableStore
 
 FIXED = ("--threads", "1", "--context", "2048", "--exact", "--max-tokens", "4")
@@ -377,3 +378,32 @@ def test_what_is_removed_is_gone_from_the_index_too(tmp_path, capsys):
     [document] = cache(capsys, "ls", "--store", store)["documents"]
     cache(capsys, "rm", document["id"], "--store", store)
     assert found() == [False, False]
+
+
+def test_verify_store(tmp_path, capsys):
+    assert cli.run(["verify", "store", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["passed"] and all(row["happened"] == row["expected"] for row in told["rows"])
+    assert {f"crash: {step}" for step in files.STEPS} < {row["fault"] for row in told["rows"]}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_store_fails_where_damage_is_believed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("packhorse.verify.store.STEPS", ())
+    monkeypatch.setattr("packhorse.store.durable.zlib.crc32", lambda data: 0)
+    assert cli.run(["verify", "store", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    [failed] = [line for line in lines if line.startswith("FAILED")]
+    assert (
+        "bit flip" in failed and "WRONG BYTES" in failed and "expected: miss checksum" in failed and lines[1:]
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [(["/nonexistent"], "is no folder"), ([".", "--as-arch", "75", "--offline"], "--as-arch, --offline")],
+)
+def test_wrong_uses_of_verify_store(args, words, capsys):
+    assert cli.run(["verify", "store", *args]) == 2
+    assert words in capsys.readouterr().err

@@ -398,9 +398,10 @@ def test_a_full_disk(tmp_path, reserve):
     store, model = numbers.open_store(tmp_path / "s", files=files)
     store.reserve = reserve
     store.write(model, [numbers.image(n, 100_000) for n in range(0, 30, 3)])
-    files.free = reserve + 50_000
+    free = reserve + 50_000
+    files.free_bytes = lambda _: free
     assert store.write(model, [numbers.image(30, 100_000)]) and store.counters["evicted_records"] == 1
-    files.free = reserve - 10**9
+    free = reserve - 10**9
     assert not store.write(model, [numbers.image(33, 100_000)])
     assert store.counters["refused_for_room"] == 1 and "the disk has no room for 20" in store.trouble
     check_found(store, 30, 100_000)

@@ -1,4 +1,4 @@
-"""packhorse verify: does a model, as this engine runs it, find what it has read?"""
+"""packhorse verify: does a model, as this engine runs it, find what it has read, and a store what a disk does to it?"""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class What(StrEnum):
 
     RECALL = "recall"
     LADDER = "ladder"
+    STORE = "store"
 
 
 WhatArgument = Annotated[
     What,
     typer.Argument(
         help="recall: facts found, over lengths and depths. ladder: length, memory, first token, speed and "
-        "recall up to the window."
+        "recall up to the window. store: what a store makes of a disk's faults and of crashes, in a folder of its own "
+        "below DIR, which stands in MODEL's place."
     ),
 ]
 TasksOption = Annotated[str, option("--tasks", "NAMES", "Tasks by commas, or all.")]
@@ -112,6 +114,12 @@ def command(
     offline: OfflineOption = False,
 ) -> None:
     """What is wrong with options is said before the model is loaded."""
+    if what is What.STORE:
+        if stray := common.given_names(ctx) - {"what", "model", "json"}:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(stray))
+            raise UsageError(f"A store's verification takes no {names}.", hint=f"Leave out {names}.")
+        run_store(Path(model), json)
+        return
     from packhorse.verify.compare import Feature, check_differs, parse_changes  # imports torch
     from packhorse.verify.recall import ANSWER_ROOM, Asker
 
@@ -243,6 +251,25 @@ def progress() -> Callable[[int, int, dict[str, Any]], None]:
             note(text)
 
     return show
+
+
+def run_store(folder: Path, as_json: bool) -> None:
+    """Inject faults and print a table. Ends with 1 where the store does anything else than it should."""
+    from packhorse.verify.store import try_faults
+
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder.", hint="Give one on the disk that is to hold a store.")
+    rows = []
+    for row in try_faults(folder):
+        rows.append(row)
+        if not as_json:
+            verdict, wanted = ("ok", "") if row["passed"] else ("FAILED", f"   expected: {row['expected']}")
+            print(f"{verdict:<8}{row['fault']:<26}{row['happened']}{wanted}", flush=True)
+    passed = all(row["passed"] for row in rows)
+    if as_json:
+        print_json({"folder": str(folder), "passed": passed, "rows": rows})
+    if not passed:
+        raise typer.Exit(1)
 
 
 def run_ladder(asker: Asker, as_json: bool) -> None:

@@ -12,7 +12,6 @@ STEPS = (
 """Where a write or an eviction may be cut short, in order."""
 ENDED = 77
 """Exit code of a process that `Faults.end_at` has ended."""
-_BLOCK = 4096
 
 
 class FileSystem:
@@ -47,8 +46,8 @@ class Faults(FileSystem):
     """Faults, as attributes: none at first, and at any time others.
 
     errors: numbers by call, of write, fsync and read. short: reads end at a block, writes in the middle. flip: where in
-    each file the lowest bit is turned as it is read. delay: seconds that a read and a write take longer. clock: what it
-    says. free: bytes. end_at: the step of STEPS at which the process ends there and then.
+    each file the lowest bit is turned as it is read. delay: seconds that each call takes longer. clock: what it says.
+    end_at: the step of STEPS at which the process ends there and then.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,6 @@ class Faults(FileSystem):
         self.flip: int | None = None
         self.delay = 0.0
         self.clock = 1e9
-        self.free = 1 << 40
         self.end_at = ""
 
     def reached(self, step: str) -> None:
@@ -79,13 +77,10 @@ class Faults(FileSystem):
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
         self._fail("read")
         # A direct read ends at a block or at the file's end.
-        count = super().read(fd, buffer[:_BLOCK] if self.short else buffer, offset)
+        count = super().read(fd, buffer[:4096] if self.short else buffer, offset)
         if self.flip is not None and offset <= self.flip < offset + count:
             buffer[self.flip - offset] ^= 1
         return count
-
-    def free_bytes(self, folder: Path) -> int:
-        return self.free
 
     def _fail(self, call: str) -> None:
         time.sleep(self.delay)
