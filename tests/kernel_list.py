@@ -20,6 +20,8 @@ from packhorse.kernels.norm import cuda as norm
 from packhorse.kernels.norm import heads
 
 ARCHS = (75, 80, 86, 89, 90, 120)
+NEAR = (80, 89)
+"""Cards that are near another one: 8.6."""
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CODECS = ("fp16", "bf16", "fp8", "k5v4", "k4v4")
 # What importers and the recipes give.
@@ -89,7 +91,8 @@ def first_start(arch: int) -> list[Variant]:
 
 
 def usual() -> Pairs:
-    """What CI compiles: `first_start` for every card, and the forms that are shortest of registers for some."""
+    """What CI compiles: `first_start` for every card, for those near another without the products of 8 tokens, which
+    need fewer registers than those of 16, and the forms that are shortest of registers for some."""
     codecs = zip(CODECS, (75, 80, 75, 75, 89), strict=True)
     tight = [
         *((attention(codec, 256)["attend_split"], arch) for codec, arch in codecs),
@@ -109,17 +112,23 @@ def usual() -> Pairs:
         (prompt_experts("q6_k", BF16)[3], 80),
         (attention("fp8", 64)["write_kv"], 90),
     ]  # fmt: skip
-    return unique([*((variant, arch) for arch in ARCHS for variant in first_start(arch)), *tight])
+    starts = [pair for pair in starts_of_all() if pair[1] not in NEAR or ("NT", 1) not in pair[0].defines]
+    return unique([*starts, *tight])
+
+
+def starts_of_all() -> Pairs:
+    """`first_start` for every card."""
+    return [(variant, arch) for arch in ARCHS for variant in first_start(arch)]
 
 
 def everything() -> Pairs:
     """Every form that a model, a codec and a card lead to. Of the type that a card rarely computes in, and of cards
     that are near another (8.0 and 8.9), only what is shortest of registers: products of 16 tokens, heads of 256; of
     prompts' experts gate_up for tiles of many tokens."""
-    pairs = usual()
+    pairs = usual() + starts_of_all()
     for arch in ARCHS:
         usual_dtype = BF16 if Target(arch).has_bf16 else FP16
-        near = arch in (80, 89)
+        near = arch in NEAR
         found = [] if near else [unpack.variant(PACKED[name], usual_dtype) for name in FORMATS]
         for dtype in (FP16, BF16):
             products = [variant for name in FORMATS for variant in packed(name, dtype)]

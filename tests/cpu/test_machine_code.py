@@ -32,8 +32,9 @@ def test_no_kernel_is_left_out():
         assert any(variant.tensor_cores for variant in first_start(arch))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", (75, 80, 90, 120))
 def test_tensor_core_instructions_are_those_of_nvdisasm(arch):
+    """One card of each generation of machine code: 8.6 and 8.9 have that of 8.0."""
     variant = packed("int4-g128")[2]
     code, _ = compile_code(variant, Target(arch))
     text = machine_code.disassemble(code, variant.kernel)

@@ -24,16 +24,13 @@ def run(*args: str) -> subprocess.CompletedProcess:
 
 
 def test_from_loading_to_the_end():
-    """Health answers while the model loads, SIGTERM ends the process with 0, SIGINT with 130."""
-    with servers.process("--context", "2048", "--json", ready=False) as live:
+    """Health answers while the model loads, SIGTERM ends the process with 0."""
+    with servers.process("--context", "2048", ready=False) as live:
         assert live.get("/health").json()["status"] in ("loading", "ready")
         live.wait(lambda: live.get("/health").status_code == 200, 60)
         assert live.chat("hi", max_tokens=3).json()["usage"]["completion_tokens"] == 3
         live.child.send_signal(signal.SIGTERM)
         assert live.child.wait(30) == 0
-    with servers.process("--context", "2048") as live:
-        live.child.send_signal(signal.SIGINT)
-        assert live.child.wait(30) == 130
 
 
 @pytest.mark.parametrize(
@@ -98,14 +95,30 @@ def test_a_supervisor_starts_a_killed_server_again(tmp_path: Path):
                 supervisor.kill()
 
 
-def test_the_document_of_json(tmp_path: Path):
+def test_the_document_of_json_and_ctrl_c(tmp_path: Path):
+    """SIGINT ends the process with 130."""
     out = tmp_path / "out"
     with out.open("w") as stdout:
-        child = subprocess.Popen([*COMMAND, str(servers.folder()), "--port", "0", "--json"], stdout=stdout)
+        command = [
+            *COMMAND,
+            str(servers.folder()),
+            "--port",
+            "0",
+            "--threads",
+            "1",
+            "--context",
+            "2048",
+            "--json",
+        ]
+        child = subprocess.Popen(command, stdout=stdout)
         try:
             servers.Live("").wait(lambda: out.read_text().strip().endswith("}"), 60)
             document = json.loads(out.read_text())
             assert document["model"] == "tiny" and document["url"].startswith("http://127.0.0.1:")
+            live = servers.Live(document["url"])
+            live.wait(lambda: live.get("/health").status_code == 200, 60)
+            child.send_signal(signal.SIGINT)
+            assert child.wait(30) == 130
         finally:
             child.terminate()
             child.wait(30)
