@@ -211,9 +211,12 @@ def read(args: argparse.Namespace) -> dict[str, Any]:
             demote_s = time.perf_counter() - began
             before = dict(lower.events)
             seconds, cached = work.first_token(work.question())
+            time.sleep(0.05)  # the thread that times copies may have a moment to go
             after = lower.events
             row = {name: after.get(name, 0) - before.get(name, 0) for name in
-                   ("restore_microseconds", "restored_disk_bytes", "restored_ram_bytes", "demoted_bytes")}  # fmt: skip
+                   ("restore_microseconds", "restored_disk_bytes", "restored_ram_bytes", "restored_pinned_bytes",
+                    "demoted_bytes", "unpinned_images")}  # fmt: skip
+            row |= {name: count for name, count in lower.held.items() if name.startswith("ram_")}
             rows.append({"first_token_s": seconds, "cached": cached, "demote_s": demote_s, **row})
         found[tier] = rows
     found["direct"] = bool(lower.held["disk_direct_reads"])
@@ -230,6 +233,8 @@ def report(found: dict[str, Any], tokens: int) -> None:
     past = "past the page cache" if found["plain_direct"] else "dropped from the page cache before"
     say(f"disk: {shown} MiB/s of plain reads by four threads ({found['bytes'] / MIB:.0f} MiB, {past})")
     say(f"on the card: {tail * 1e3:.0f} ms to the first token of a question of 64 tokens")
+    if "link_bytes_s" in found:
+        say(f"link: {found['link_bytes_s'] / MIB:.0f} MiB/s of one large copy from pinned memory")
     for tier, name, link in (("disk", "restored_disk_bytes", disk), ("ram", "restored_ram_bytes", None)):
         for row in found[tier]:
             seconds = row["restore_microseconds"] / 1e6
@@ -242,8 +247,15 @@ def report(found: dict[str, Any], tokens: int) -> None:
                 f"{tier}: {row['cached']:,} of {tokens:,} tokens, {row[name] / MIB:.0f} MiB in {seconds:.3f} s, "
                 f"{rate / MIB:.0f} MiB/s = {ratio:.2f} of {'the disk' if link else 'the link'}; first token "
                 f"{row['first_token_s']:.3f} s, 1.2 x bytes / rate + the tail is {allowed:.3f} s; left the card in "
-                f"{row['demote_s']:.2f} s"
+                f"{row['demote_s']:.3f} s"
             )
+            if tier == "ram":
+                pinned, free = row.get("ram_pinned_bytes", 0), row.get("ram_pinned_free_bytes", 0)
+                say(
+                    f"ram: {row['restored_pinned_bytes'] / MIB:.0f} MiB of that from pinned images; host memory holds "
+                    f"{row['ram_bytes'] / MIB:.0f} MiB, {pinned / MIB:.0f} of it pinned, {free / MIB:.0f} of which no "
+                    f"image has"
+                )
 
 
 def main() -> None:

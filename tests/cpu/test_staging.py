@@ -17,9 +17,11 @@ import store_model as model
 from packhorse.core.errors import DoesNotFitError
 from packhorse.core.types import Span
 from packhorse.core.units import MIB
-from packhorse.store import lower, staging, transfer
+from packhorse.store import lower, restore, slabs, staging, transfer
 from packhorse.store.kv import KVStore, StoredSequence
 from packhorse.store.staging import SLOTS_DOWN, SLOTS_UP, Staging
+
+TIME = restore.LayerRestore._time
 
 
 class Stream:
@@ -37,6 +39,9 @@ class Stream:
         assert self is Card.compute
         event.wait()
 
+    def synchronize(self) -> None:
+        self.drain()
+
     def give(self, work: Callable[[], None]) -> None:
         with self.lock:
             self.work.append(work)
@@ -52,7 +57,7 @@ class Stream:
 class Event:
     """Behind what its stream had been given when it was recorded last."""
 
-    def __init__(self, *, blocking: bool = False) -> None:
+    def __init__(self, *, blocking: bool = False, enable_timing: bool = False) -> None:
         self.blocking = blocking
         self.stream: Stream | None = None
         self.given = 0
@@ -71,7 +76,24 @@ class Event:
             self.stream.drain(self.given)
 
 
+class Pinned:
+    """As PinnedArena, of a system that pins `limit` bytes. Late copies into what was given back fail."""
+
+    limit, pinned = 1 << 40, 0
+
+    def __init__(self, size: int) -> None:
+        if Pinned.pinned + size > Pinned.limit:
+            raise DoesNotFitError("No.", asked=2, available=1, unit="bytes")
+        self.bytes = torch.full((size,), 0xEE, dtype=torch.uint8)
+        Pinned.pinned += size
+
+    def close(self) -> None:
+        assert not Card.copies.work
+        Pinned.pinned -= len(self.bytes)
+
+
 class Card:
+    copies: Stream
     compute = Stream()
     of_thread = local()
 
@@ -97,6 +119,10 @@ def late(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", Card.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Card.current)
     monkeypatch.setattr(staging, "PinnedTensor", lambda tensor: tensor)
+    monkeypatch.setattr(lower, "PinnedArena", Pinned)
+    monkeypatch.setattr(Pinned, "limit", 1 << 40)
+    # It would wait for the copies.
+    monkeypatch.setattr(restore.LayerRestore, "_time", lambda *args: None)
     for name in ("load_pages", "save_pages", "load_state", "save_state"):
 
         def put_off(*args, copy=getattr(transfer, name), wait: bool = True) -> None:
@@ -113,6 +139,8 @@ def late(monkeypatch) -> None:
     def on_a_card(store: KVStore, **settings) -> None:
         store._tier.device = torch.device("cuda")
         add_tiers(store, **settings)
+        if store.lower._staging is not None:
+            Card.copies = store.lower._staging._stream
 
     monkeypatch.setattr(KVStore, "add_tiers", on_a_card)
 
@@ -178,9 +206,9 @@ def test_slots_come_back(tmp_path, late, monkeypatch, kind):
     for seed in range(8, 12):
         run(store, tokens(60, seed))
     check(store)
-    staged = False
     monkeypatch.setattr(lower, "SLOT_HEADER_BYTES", 0)
     for reused in (0, 56):
+        staged = reused > 0  # what comes back is sent behind the rest from memory of its own
         store = make(tmp_path / "t", kind)
         assert run(store, tokens(60, 2)) == reused
         check(store)
@@ -387,13 +415,114 @@ def test_a_copy_that_fails_is_never_computed_with(late, monkeypatch, kind, keep)
     assert store.lower._staging.up._free.qsize() == SLOTS_UP
 
 
+@pytest.fixture
+def pinned(late, monkeypatch) -> None:
+    """Slabs of 64 KiB, an image there of a page, and nothing of it passes through a slot."""
+    monkeypatch.setattr(slabs, "_GRAIN", 1 << 16)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1 << 16)
+    monkeypatch.setattr(lower, "IMAGE_BYTES", 1)
+    monkeypatch.setattr(lower, "SLOT_HEADER_BYTES", 4096)
+    monkeypatch.setattr(Pinned, "pinned", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_slabs_with_no_thread_between(pinned, monkeypatch, kind):
+    """Read by a card that is late, in the order of the layers; a second time from the same places."""
+    monkeypatch.setattr(transfer, "gather_layer", None)
+    prompt, others = tokens(100), [tokens(100, seed) for seed in (1, 2)]
+    store = in_host_memory(kind, prompt)
+    ram = store.lower.ram
+    assert len(ram) >= 24 and all(image.place is not None for image in ram._images.values())
+    for _ in range(2):
+        sequence = store.open(prompt, 100)
+        assert sequence.cached_len == 96 and Card.copies.work
+        assert arrived(store, sequence) == [0, 0]
+        span = Span(sequence.slot, 0, 96, 4)
+        views = [
+            views
+            for views, kind in zip(store.views([span]), store.geometry.layer_kinds, strict=True)
+            if kind is model.FULL
+        ]
+        for view, want in zip(views, ([24, 0], [24, 24]), strict=True):
+            next(view.segments(span, 9))
+            assert arrived(store, sequence) == want
+        store.rewind(sequence)
+        model.prefill(store, sequence)
+        store.close(sequence)
+        model.check(store)
+        for other in others:
+            run(store, other)
+        while store._evict_leaf():
+            pass
+    counters = store.lower.counters
+    assert counters["restored_pinned_bytes"] == counters["restored_ram_bytes"] > 0
+    assert counters["unpinned_images"] == 0 and counters["hits_ram"] == 4
+    held = store.lower.held
+    assert held["ram_pinned_bytes"] == Pinned.pinned > held["ram_pinned_free_bytes"]
+    store.clear()
+    assert Pinned.pinned == 0
+    store.close_tiers()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", [0, 1 << 16, 1 << 40])
+def test_places_are_used_again_while_copies_are_late(pinned, monkeypatch, kind, limit):
+    """Host memory holds a part of what leaves, all copies are late, and what comes back is checked by its content.
+    Where the system pins less, images lie in ordinary memory, and that is counted."""
+    monkeypatch.setattr(Pinned, "limit", limit)
+    store = make(None, kind, ram=1 << 18, num_pages=60, sequences=2, snapshots=8)
+    documents = [tokens(60, seed) for seed in range(4)]
+    for turn, number in enumerate([0, 1, 0, 1, 2, 0, 1, 0, 3, 1, 3, 1]):
+        document = documents[number]
+        sequence = store.open(document, 62, [20, 40])
+        other = store.open([*document[:30], turn], 40)
+        while store._evict_leaf():  # while what comes back is on its way
+            pass
+        for one in (other, sequence):
+            model.prefill(store, one)
+            store.close(one)
+        model.check(store)
+        assert store.lower.ram.used <= 1 << 18 and Pinned.pinned <= limit
+        if turn == 8:
+            store.clear()
+            assert store.lower.ram.used == Pinned.pinned == 0
+    counters = store.lower.counters
+    assert store.lower.ram.evicted > 0 and counters["hits_ram"] > 0
+    assert (counters["unpinned_images"] > 0) is (limit < 1 << 40)
+    assert (counters["restored_pinned_bytes"] > 0) is (limit > 0)
+    store.close_tiers()
+    assert Pinned.pinned == 0
+
+
+def test_seconds_are_the_card_s(pinned, monkeypatch):
+    """Those that its events say, also where slots were passed through; they are of the rate that is compared."""
+    took = []
+    monkeypatch.setattr(restore.LayerRestore, "_time", TIME)
+    monkeypatch.setattr(
+        Event, "elapsed_time", lambda began, end: took.append((began, end)) or 2000.0, raising=False
+    )
+    store = in_host_memory("hybrid", tokens(100))
+    below = store.lower
+    assert run(store, tokens(100)) == 96
+    store.close_tiers()
+    ((began, end),) = took
+    assert began.given < end.given and below.counters["restore_microseconds"] == 2_000_000
+    assert below._read_rates == {id(below.ram): below.counters["restored_ram_bytes"] / 2}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
-def test_random_walk(tmp_path, late, monkeypatch, kind, seed):
+def test_random_walk_over_slabs(tmp_path, pinned, monkeypatch, kind, seed):
+    test_random_walk(tmp_path, None, monkeypatch, kind, seed, ram=1 << 18)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_walk(tmp_path, late, monkeypatch, kind, seed, ram=MIB // 2):
     """Up to three sequences at once that share prefixes, from the card, host memory and disk; some end early."""
     monkeypatch.setattr(lower, "EXTENT_BYTES", 4 * 2 * 64)
     random, opened, prompts = Random(seed), [], [tokens(30, seed)]
-    settings = {"ram": MIB // 2, "num_pages": 60, "sequences": 3, "snapshots": 12}
+    settings = {"ram": ram, "num_pages": 60, "sequences": 3, "snapshots": 12}
     store = make(tmp_path / "s", kind, **settings)
     store.lower._staging.size = 2 * store.geometry.codec.page_bytes
     for _ in range(250):

@@ -17,6 +17,7 @@ import torch
 
 import oracle
 from engines import ask, make_engine
+from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import MIB
 from packhorse.engine.engine import Engine
 from packhorse.engine.graphs import StepGraphs
@@ -26,7 +27,7 @@ from packhorse.models.checkpoint import open_checkpoint
 from packhorse.models.loader import load_model
 from packhorse.models.model import Model
 from packhorse.store import kv as kv_store
-from packhorse.store import lower
+from packhorse.store import lower, slabs
 from packhorse.store.durable import DurableStore
 from packhorse.store.staging import Staging
 from packhorse.store.transfer import gather_layer
@@ -115,7 +116,9 @@ def test_every_codec_through_every_tier(tmp_path, family, kv):
     check(answer(engine, ids), want, 256)
     forget(engine)
     check(answer(engine, ids), want, 256)
-    assert engine.store.lower.counters["hits_ram"] == 1
+    counters = engine.store.lower.counters
+    assert counters["hits_ram"] == 1 and counters["unpinned_images"] == 0
+    assert counters["restored_pinned_bytes"] == counters["restored_ram_bytes"] > 0
     engine.close()
     engine = start(model, kv, tmp_path / "s")
     check(answer(engine, ids), want, 256)
@@ -235,8 +238,28 @@ def use_small_slots(engine: Engine) -> None:
     store.lower._staging.size = store.geometry.codec.page_bytes
 
 
+@pytest.fixture(params=[True, False], ids=["slabs", "slots"])
+def pinned(request, monkeypatch) -> bool:
+    """Images of host memory have a page each, in pinned slabs or where the system pins none for them."""
+
+    def refuse(size: int) -> None:
+        raise DoesNotFitError("No.", asked=size, available=0, unit="bytes")
+
+    monkeypatch.setattr(lower, "IMAGE_BYTES", 1)
+    if not request.param:
+        monkeypatch.setattr(lower, "PinnedArena", refuse)
+    return request.param
+
+
+def came_back(engine: Engine, *, pinned: bool) -> None:
+    """Something did, once, from there."""
+    counters = engine.store.lower.counters
+    assert counters["hits_ram"] == 1
+    assert (counters["unpinned_images"] == 0) is (counters["restored_pinned_bytes"] > 0) is pinned
+
+
 @pytest.mark.parametrize("family", [HYBRID, DENSE])
-def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family, sent):
+def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family, sent, pinned):
     """Up and down: nothing is computed from what has not arrived, nothing is written that had not left."""
     monkeypatch.setattr(lower, "EXTENT_BYTES", 1)  # a page each, more of them than slots
     model = tiny_model(family, "fp8")
@@ -252,8 +275,8 @@ def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family, sent):
     for layer in store.geometry.full_layers:
         store._tier.pages(layer).fill_(0xFF)
     check(answer(engine, IDS[:1290], 3), want, 1280)
-    assert len(sent) >= before + 20 * len(store.geometry.full_layers)
-    assert store.lower.counters["hits_ram"] == 1
+    assert len(sent) >= before + (1 if pinned else 20) * len(store.geometry.full_layers)
+    came_back(engine, pinned=pinned)
     engine.close()
     engine = start(model, "fp8", tmp_path / "s")
     check(answer(engine, IDS[:1290], 3), want, 1280)
@@ -261,7 +284,7 @@ def test_slow_copies_are_waited_for(tmp_path, monkeypatch, family, sent):
     engine.close()
 
 
-def test_a_captured_step_waits_for_all_layers(sent):
+def test_a_captured_step_waits_for_all_layers(sent, pinned):
     """Of a prompt that leaves it one token to read."""
     model = tiny_model(DENSE, "fp8")
 
@@ -277,12 +300,64 @@ def test_a_captured_step_waits_for_all_layers(sent):
     use_small_slots(engine)
     steps = engine.runner.graphs.num_steps
     check(answer(engine, IDS[:1281], 3), want, 1280)
-    assert engine.runner.graphs.num_steps == steps + 3 and len(sent) >= 40
+    assert engine.runner.graphs.num_steps == steps + 3 and len(sent) >= (3 if pinned else 40)
+    came_back(engine, pinned=pinned)
     engine.close()
 
 
-def test_first_layers_compute_while_the_last_are_copied(monkeypatch):
-    """From host memory: the last layer's pages are not even gathered before the first has been computed."""
+@pytest.mark.parametrize("family", [HYBRID, DENSE])
+def test_slabs_are_used_again_while_copies_are_late(monkeypatch, family, sent):
+    """Of two prompts host memory has room for one: while one comes back the other takes its place there."""
+    monkeypatch.setattr(lower, "IMAGE_BYTES", 1)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1 << 18)
+    monkeypatch.setattr(slabs, "_GRAIN", 1 << 16)
+    model, prompts = tiny_model(family, "fp8"), [IDS[:1290], oracle.random_ids(1290, seed=1)]
+    wants = [answer(start(model, "fp8"), prompt, 3) for prompt in prompts]
+    engine = start(model, "fp8", ram=3 << 19)
+    store = engine.store
+    open_sequence, below = store.open, store.lower
+
+    def open_and_forget(*args, **options):
+        sequence = open_sequence(*args, **options)
+        forget_rest(store)
+        return sequence
+
+    monkeypatch.setattr(store, "open", open_and_forget)
+    for turn in range(6):
+        check(answer(engine, prompts[turn % 2], 3), wants[turn % 2], 1280 if turn > 1 else 0)
+    assert (
+        below.counters["hits_ram"] == 4 and below.counters["unpinned_images"] == 0 and below.ram.evicted > 20
+    )
+    assert below.counters["restored_pinned_bytes"] == below.counters["restored_ram_bytes"] > 0
+    views = [torch.frombuffer(image.place.view, dtype=torch.uint8) for image in below.ram._images.values()]
+    assert all(view.is_pinned() for view in views) and below.ram.used <= below.ram.capacity
+    store.clear()
+    assert not any(view.is_pinned() for view in views) and below.ram.used == 0
+    check(answer(engine, prompts[0], 3), wants[0], 0)
+    engine.close()
+
+
+def forget_rest(store: kv_store.KVStore) -> None:
+    """The device gives up what no open sequence uses."""
+    while store._evict_leaf():
+        pass
+
+
+def test_seconds_are_the_card_s():
+    """Those of the copies, known when they have arrived."""
+    engine = start(tiny_model(DENSE, "fp8"), "fp8", ram=64 * MIB)
+    answer(engine, IDS[:1290], 3)
+    forget(engine)
+    answer(engine, IDS[:1290], 3)
+    below = engine.store.lower
+    engine.close()
+    seconds = below.counters["restore_microseconds"] / 1e6
+    assert 0 < seconds < 1 and below.counters["restored_ram_bytes"] / seconds < 200e9
+
+
+def test_first_layers_compute_while_the_last_are_copied(monkeypatch, pinned):
+    """From host memory: the last layer's pages are not even gathered before the first has been computed. In slabs
+    nothing is gathered."""
     model = tiny_model(DENSE, "fp8")
     engine = start(model, "fp8", ram=32 * MIB)
     want = answer(engine, IDS[:1290], 3)
@@ -304,8 +379,8 @@ def test_first_layers_compute_while_the_last_are_copied(monkeypatch):
     monkeypatch.setattr(lower.LowerTiers, "arrive", note)
     monkeypatch.setattr(lower.transfer, "gather_layer", hold_up)
     check(answer(engine, IDS[:1290], 3), want, 1280)
-    assert order == [first] * 20 + [last] * 20
-    assert engine.store.lower.counters["hits_ram"] == 1
+    assert order == ([] if pinned else [first] * 20 + [last] * 20)
+    came_back(engine, pinned=pinned)
     engine.close()
 
 

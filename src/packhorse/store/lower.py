@@ -6,9 +6,11 @@
 
 Everything but the writing of files, and their reading, happens in the engine's thread. A record is copied from
 the device in whole before anybody waits for a disk, so pages are held no longer than it takes to copy them. What a
-card has passes through pinned slots (store/staging.py), and only the writing thread waits for a copy. What is larger
-than a slot, as states are, and what leaves for host memory, is there when the call that copies it returns. What comes
-back from host memory alone does so layer by layer (store/restore.py), and may be on its way when `load` returns.
+card has passes through pinned slots (store/staging.py) to and from a disk, and only the writing thread waits for a
+copy; what is larger than a slot, as states are, is there when the call that copies it returns. Images in host memory
+lie in pinned slabs (store/slabs.py), which copies leave and enter behind one another; where the system pins less, in
+ordinary memory, and are there when that call returns. What comes back from host memory alone does so layer by layer
+(store/restore.py), and may be on its way when `load` returns.
 """
 
 from __future__ import annotations
@@ -21,17 +23,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 
 from packhorse.core.units import KIB, MIB, ceil_div
 from packhorse.store import transfer
+from packhorse.store.arena import PinnedArena
 from packhorse.store.durable import DurableStore
 from packhorse.store.prefix import Entry
 from packhorse.store.records import (
     Buffer,
+    Found,
     Image,
     Kind,
-    Piece,
     RamRecords,
     Record,
     Records,
@@ -41,6 +45,7 @@ from packhorse.store.records import (
     walk,
 )
 from packhorse.store.restore import LayerRestore
+from packhorse.store.slabs import Place, SlabPool
 from packhorse.store.snapshots import thinned
 from packhorse.store.staging import Slot, Staging
 from packhorse.store.tier import ComputeTier
@@ -50,6 +55,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 EXTENT_BYTES = 4 * MIB
 """Of a record of pages at most, where a page is not larger."""
+IMAGE_BYTES = 32 * MIB
+"""Of one in a slab at most: so few copies that sending them takes less time than they do."""
 BACKLOG_BYTES = 64 * MIB
 """Copied and not yet written at most; one larger record has room when nothing else waits."""
 BATCH_BYTES = 32 * MIB
@@ -66,26 +73,6 @@ LONG_TIMES = 4
 """Chains of less than so many times that, without a label, are written as far as an earlier one began with the same."""
 SEEN_PAGES = 1 << 14
 """Of which it is known that a chain came by, before all is forgotten."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What of a prompt lies below the device, in pages.
-
-    num_pages: usable, with `state` valid there for hybrid models. pieces: what covers the part that the device
-    lacks. agreed: pages up to which there is anything, usable or not.
-    """
-
-    num_pages: int
-    pieces: list[Piece]
-    state: tuple[Records, Record] | None
-    agreed: int
-
-    @property
-    def records(self) -> list[tuple[Records, Record]]:
-        """Everything that has to be read, with where it lies."""
-        pages = [(piece.source, piece.record) for piece in self.pieces]
-        return pages if self.state is None else [*pages, self.state]
 
 
 @dataclass(eq=False)
@@ -183,7 +170,6 @@ class LowerTiers:
         geometry = tier.geometry
         self.counters: Counter[str] = Counter()
         self.compute_rate = 0.0
-        self.ram = RamRecords(ram_bytes)
         self.disk = disk
         self._tier = tier
         self._chain = chain_value
@@ -199,6 +185,15 @@ class LowerTiers:
             most = self._extent_pages * (self._page_size + page_bytes) + SLOT_HEADER_BYTES
             self._staging = Staging(tier.device, most)
             self.counters["unpinned_staging"] = int(not self._staging.pinned)
+        pool, self._image_pages = None, self._extent_pages
+        if ram_bytes and self._staging is not None and self._staging.pinned:
+            largest = geometry.state_bytes + SLOT_HEADER_BYTES
+            pool = SlabPool(ram_bytes, largest, PinnedArena, self._staging.synchronize)
+            if pool.pinning:
+                most = pool.slab_bytes // ceil_div(pool.slab_bytes, IMAGE_BYTES) - SLOT_HEADER_BYTES
+                self._image_pages = max(1, most // (self._page_size + page_bytes))
+        self.ram = RamRecords(ram_bytes, pool)
+        self._counting = Lock()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
         self._restore: LayerRestore | None = None
         if self._staging is not None:
@@ -272,7 +267,7 @@ class LowerTiers:
             try:
                 image, staged = ahead.popleft().result()
                 with self._sending(staged):
-                    self._place(found, at, image, held, page_ids, slot, wait=staged is None)
+                    self._place(found, at, image, held, page_ids, slot, wait=self._staging is None)
             except UnreadableError as error:
                 for future in ahead:
                     if not future.cancel() and future.exception() is None:
@@ -303,11 +298,15 @@ class LowerTiers:
                 return held
         parts = []
         for piece, image in zip(found.pieces, images, strict=False):
-            _, skip, count = _wanted(found, piece, held)
+            _, skip, count = found.wanted(piece, held)
             parts.append((image, range(skip, skip + count)))
-        restore.begin(parts, page_ids[held : found.num_pages], partial(self._count_load, found, held))
-        if found.state is not None:
-            transfer.load_state(images[-1], self._tier, slot)
+        if found.state is not None:  # before the pages: the first layers need it
+            with self._sending(None):
+                transfer.load_state(images[-1], self._tier, slot, wait=False)
+            self._join()
+        took = partial(self._count_seconds, self.ram, sum(image.record.num_bytes for image in images))
+        restore.begin(parts, page_ids[held : found.num_pages], partial(self._count_load, found, held), took)
+        self.counters["restored_pinned_bytes"] += sum(i.record.num_bytes - i.own_bytes for i in images)
         return found.num_pages
 
     def arrive(self, layer: int | None = None) -> None:
@@ -326,25 +325,24 @@ class LowerTiers:
         """An image, and the slot that it is in, which is to be given back. In a reading thread. into: memory for it
         where it is not in a slot, if that is large enough."""
         staging = self._staging
+        if self.disk is None or source is not self.disk:
+            return source.read(record), None
         if staging is None or record.num_bytes > staging.size:
-            if self.disk is None or source is not self.disk or into is None or len(into) < record.num_bytes:
-                return source.read(record), None
-            return self.disk.read(record, memoryview(into)), None
+            into = into if into is not None and len(into) >= record.num_bytes else None
+            return self.disk.read(record, None if into is None else memoryview(into)), None
         slot = staging.up.take()
         assert slot is not None
         try:
-            if self.disk is not None and source is self.disk:
-                return self.disk.read(record, slot.view), slot
-            return transfer.copy_image(source.read(record), slot.view), slot
+            return self.disk.read(record, slot.view), slot
         except BaseException:
             staging.up.give(slot)
             raise
 
     @contextmanager
     def _sending(self, slot: Slot | None) -> Iterator[None]:
-        """Copies are sent to the device, of an image in a slot, which is free after them."""
+        """Copies are sent to the device, of an image in a slot, which is free after them, or elsewhere."""
         try:
-            with nullcontext() if slot is None or self._staging is None else self._staging.carrying(slot):
+            with nullcontext() if self._staging is None else self._staging.carrying(slot):
                 yield
         finally:
             self._give_back(slot)
@@ -359,22 +357,14 @@ class LowerTiers:
             self._staging.join()
 
     def _place(
-        self,
-        found: Found,
-        at: int,
-        image: Image,
-        held: int,
-        page_ids: Sequence[int],
-        slot: int,
-        *,
-        wait: bool,
+        self, found: Found, at: int, image: Image, held: int, ids: Sequence[int], slot: int, *, wait: bool
     ) -> None:
         self._check(found, at, image)
         if at == len(found.pieces):
             transfer.load_state(image, self._tier, slot, wait=wait)
             return
-        first, skip, count = _wanted(found, found.pieces[at], held)
-        transfer.load_pages(image, skip, self._tier, page_ids[first : first + count], wait=wait)
+        first, skip, count = found.wanted(found.pieces[at], held)
+        transfer.load_pages(image, skip, self._tier, ids[first : first + count], wait=wait)
 
     def _check(self, found: Found, at: int, image: Image) -> None:
         """Raise UnreadableError where an image lacks what its record says."""
@@ -416,26 +406,30 @@ class LowerTiers:
         elif self.ram.has(record):
             self.ram.drop(record)
 
-    def _count_load(self, found: Found, held: int, seconds: float) -> None:
+    def _count_load(self, found: Found, held: int, seconds: float = 0.0) -> None:
         disk = [record for source, record in found.records if source is self.disk]
         ram = [record for source, record in found.records if source is self.ram]
         self._failures = 0
         self.counters["hits"] += 1
         self.counters["hits_disk" if disk else "hits_ram"] += 1
         self.counters["restored_tokens"] += (found.num_pages - held) * self._tier.geometry.page_len
-        self.counters["restore_microseconds"] += round(seconds * 1e6)
-        for source, records in ((self.disk, disk), (self.ram, ram)):
-            num_bytes = sum(record.num_bytes for record in records)
-            self.counters["restored_disk_bytes" if source is self.disk else "restored_ram_bytes"] += num_bytes
-            only = not (disk and ram)
-            if records and only and seconds > 0:
-                rate = num_bytes / seconds
-                before = self._read_rates.get(id(source), rate)
-                self._read_rates[id(source)] = 0.5 * before + 0.5 * rate
+        disk_bytes, ram_bytes = (sum(record.num_bytes for record in records) for records in (disk, ram))
+        self.counters["restored_disk_bytes"] += disk_bytes
+        self.counters["restored_ram_bytes"] += ram_bytes
+        source = None if disk and ram else self.disk if disk else self.ram
+        self._count_seconds(source, disk_bytes + ram_bytes, seconds)
         for record in ram:
             self.ram.has(record)
         if disk and self._writer is not None and self.disk is not None:
             self._writer.submit(0, self.disk.touch, disk)
+
+    def _count_seconds(self, source: Records | None, num_bytes: int, seconds: float) -> None:
+        """So many bytes took so long to come back; None: from several tiers. From any thread."""
+        with self._counting:
+            self.counters["restore_microseconds"] += round(seconds * 1e6)
+            if source is not None and seconds > 0:
+                before = self._read_rates.get(id(source), num_bytes / seconds)
+                self._read_rates[id(source)] = 0.5 * before + 0.5 * num_bytes / seconds
 
     def note_compute(self, tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long to read."""
@@ -460,6 +454,7 @@ class LowerTiers:
                 self._demote(*self._state_record(entry), entry.snapshot)
         except OSError:  # the system has no memory for it, and nobody waits for it
             self.counters["failed_demotions"] += 1
+        self._join()
 
     def _thin_ram(self, entry: Entry) -> bool:
         """Forget what host memory can do without of the states behind an entry: see `thinned`. Whether it can do
@@ -475,7 +470,7 @@ class LowerTiers:
     def _demote_pages(self, entry: Entry, key: bytes) -> None:
         first, start = 0, entry.start // self._tier.geometry.page_len
         while first < len(entry.page_ids):
-            count = self._extent(start + first, len(entry.page_ids) - first)
+            count = self._extent(start + first, len(entry.page_ids) - first, self._image_pages)
             tokens = entry.tokens[first * self._page_bytes : (first + count) * self._page_bytes]
             stop_key = list(chain_values(key, tokens, 0, count, self._page_bytes, self._chain))[-1]
             page_ids = entry.page_ids[first : first + count]
@@ -483,21 +478,24 @@ class LowerTiers:
             key, first = stop_key, first + count
 
     def _demote(self, record: Record, shapes: Shapes, source: Sequence[int] | int) -> None:
-        """source: the pages, or the state slot."""
-        if not self.ram.has(record) and self.ram.make_room(Image.size(record, shapes)):
-            image = self._save(record, shapes, source)
-            self.ram.put(image)
-            self.counters["demoted_bytes"] += image.record.num_bytes
+        """source: the pages, or the state slot; they are held until `_join`."""
+        size = Image.size(record, shapes)
+        if self.ram.has(record) or not ((place := self.ram.take_place(size)) or self.ram.make_room(size)):
+            return
+        self.ram.put(self._save(record, shapes, source, place))
+        self.counters["unpinned_images"] += self._staging is not None and place is None
+        self.counters["demoted_bytes"] += size
 
     def _save(
-        self, record: Record, shapes: Shapes, source: Sequence[int] | int, into: Slot | None = None
+        self, record: Record, shapes: Shapes, source: Sequence[int] | int, into: Slot | Place | None = None
     ) -> Image:
         """into: the image is there when its copies are over; else when this returns."""
-        image = Image.make(record, shapes, None if into is None else into.view)
-        if isinstance(source, int):
-            transfer.save_state(self._tier, source, image, wait=into is None)
-        else:
-            transfer.save_pages(self._tier, source, image, wait=into is None)
+        image = Image.make(record, shapes, into.view if isinstance(into, Slot) else into)
+        with nullcontext() if into is None or self._staging is None else self._staging.carrying(into):
+            if isinstance(source, int):
+                transfer.save_state(self._tier, source, image, wait=into is None)
+            else:
+                transfer.save_pages(self._tier, source, image, wait=into is None)
         return image
 
     def _save_behind(
@@ -509,8 +507,7 @@ class LowerTiers:
             return self._save(record, shapes, source), None
         slot = staging.down.take(wait=False)
         assert slot is not None, "`advance` saw one"
-        with staging.carrying(slot):
-            image = self._save(record, shapes, source, slot)
+        image = self._save(record, shapes, source, slot)
         if isinstance(source, int):
             self._join()  # nobody holds a state
         return image, slot
@@ -633,9 +630,9 @@ class LowerTiers:
                     self._writer.submit(0, call)
                 self._writer.close()
             self._readers.shutdown()
-            self.ram.clear()
             if self.disk is not None:
                 self.disk.close()
+            self.ram.clear()
 
     @property
     def _batched_bytes(self) -> int:
@@ -742,9 +739,11 @@ class LowerTiers:
             self.counters["not_found_again"] += 1
             self.disk.trouble = f"of {num_pages} pages just written {found.num_pages} are found"
 
-    def _extent(self, first: int, left: int) -> int:
-        """Pages of a record that begins with page `first` of its chain: up to the next absolute boundary."""
-        return min(left, self._extent_pages - first % self._extent_pages)
+    def _extent(self, first: int, left: int, most: int = 0) -> int:
+        """Pages of a record that begins with page `first` of its chain: up to the next absolute boundary, of `most`
+        pages or those of a file."""
+        most = most or self._extent_pages
+        return min(left, most - first % most)
 
     @property
     def events(self) -> Mapping[str, int]:
@@ -760,14 +759,10 @@ class LowerTiers:
     def held(self) -> Mapping[str, int]:
         """What the tiers hold now, by name."""
         held = {"ram_bytes": self.ram.used, "ram_capacity_bytes": self.ram.capacity}
+        if (pool := self.ram.pool) is not None:
+            held |= {"ram_pinned_bytes": pool.num_bytes, "ram_pinned_free_bytes": pool.free_bytes}
         if self.disk is not None:
             held |= {f"disk_{name}": count for name, count in self.disk.usage().items()}
             held |= {"disk_quota_bytes": self.disk.quota, "backlog_bytes": self.backlog_bytes}
             held["disk_direct_reads"] = int(bool(self.disk.direct))
         return held
-
-
-def _wanted(found: Found, piece: Piece, held: int) -> tuple[int, int, int]:
-    """What of a piece the device lacks: its first page, the pages of the record before it, and how many."""
-    first = max(piece.first, held)
-    return first, piece.skip + first - piece.first, min(piece.stop, found.num_pages) - first

@@ -21,6 +21,7 @@ from math import prod
 from typing import Any, Protocol
 
 from packhorse.core.units import round_up
+from packhorse.store.slabs import Place, SlabPool
 
 BLOCK = 4096
 """Bytes to which payloads and buffers are aligned: what direct I/O and the page cache work in."""
@@ -32,6 +33,7 @@ _TOKEN_BYTES = 4
 _METADATA = "__metadata__"
 _FORMAT = "packhorse 1"
 Buffer = mmap.mmap | memoryview
+Spans = Mapping[str, tuple[int, int]]
 
 
 class Kind(StrEnum):
@@ -76,16 +78,19 @@ class Image:
     """A record's bytes in memory of their own, which goes back to the system with the last reference, or in that of
     whoever made it.
 
-    parts: writable views by name, each uint8, valid as long as they are held.
+    parts: writable views by name, each uint8, valid as long as they are held. place: pinned memory that it lies in,
+    which only copies of the card's may read or write. own_bytes: those in no slab.
     """
 
-    __slots__ = ("buffer", "parts", "record")
+    __slots__ = ("buffer", "own_bytes", "parts", "place", "record")
 
-    def __init__(self, record: Record, buffer: Buffer, places: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, record: Record, buffer: Buffer, spans: Spans, place: Place | None = None) -> None:
         self.record = record
         self.buffer = buffer
+        self.place = place
         view = memoryview(buffer)
-        self.parts = {name: view[at : at + size] for name, (at, size) in places.items()}
+        self.parts = {name: view[at : at + size] for name, (at, size) in spans.items()}
+        self.own_bytes = 0 if place is not None else record.num_bytes
 
     @property
     def view(self) -> memoryview:
@@ -94,14 +99,17 @@ class Image:
 
     @classmethod
     def make(
-        cls, record: Record, shapes: Mapping[str, tuple[int, ...]], into: memoryview | None = None
+        cls, record: Record, shapes: Mapping[str, tuple[int, ...]], into: memoryview | Place | None = None
     ) -> Image:
         """An image to be filled: header and token ids are written, the parts of `shapes` (uint8) are zero, or what
-        `into` holds there."""
+        `into` holds there. In a place nothing is written: it has room for all, and only the card fills any of it."""
         header, places, num_bytes = _layout(record, shapes)
+        record = replace(record, num_bytes=num_bytes)
+        if isinstance(into, Place):
+            return cls(record, into.view, places, into)
         buffer = anonymous(num_bytes) if into is None else into
         buffer[: len(header)] = header
-        image = cls(replace(record, num_bytes=num_bytes), buffer, places)
+        image = cls(record, buffer, places)
         if record.tokens:
             image.parts[TOKEN_IDS][:] = record.tokens
         return image
@@ -193,22 +201,28 @@ class Records(Protocol):
 class RamRecords:
     """Images in RAM, the least recently used of which goes first. From one thread.
 
-    capacity: bytes that images and their books may take.
+    capacity: bytes that images and their books may take. pool: pinned memory for them (None: none), which counts whole.
     """
 
     BOOKS = 4096
     """Bytes counted for an image beside its buffer: Python's objects, and the system's map."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, pool: SlabPool | None = None) -> None:
         self.capacity = capacity
-        self.used = 0
+        self.pool = pool
         self.evicted = 0
+        self._used = 0
         self._images: OrderedDict[tuple[Kind, bytes, bytes], Image] = OrderedDict()
         self._by_parent: dict[bytes, dict[bytes, Record]] = {}
         self._states: dict[bytes, Record] = {}
 
     def __len__(self) -> int:
         return len(self._images)
+
+    @property
+    def used(self) -> int:
+        """Bytes taken: of images in memory of their own, of all slabs, and of all books."""
+        return self._used + (self.pool.num_bytes if self.pool is not None else 0)
 
     def has(self, record: Record) -> bool:
         """Whether it is held; it counts as used then."""
@@ -223,17 +237,29 @@ class RamRecords:
         if need > self.capacity:
             return False
         while self.used + need > self.capacity:
-            self.drop(next(iter(self._images.values())).record)
-            self.evicted += 1
+            if self.pool is None or not self.pool.give_back():
+                self._evict()
         return True
+
+    def take_place(self, num_bytes: int) -> Place | None:
+        """Pinned memory for an image, evicting others; it is the image's that is to be put next. None: it is to lie in
+        memory of its own, as far as `make_room` has any."""
+        if self.pool is None or num_bytes > self.pool.slab_bytes:
+            return None
+        while (place := self.pool.take(num_bytes, self.capacity - self._used - self.BOOKS)) is None:
+            own = not self.pool.pinning and self.used + self._cost(num_bytes) <= self.capacity
+            if own or not self._images:
+                break
+            self._evict()
+        return place
 
     def put(self, image: Image) -> bool:
         """Keep an image, evicting others. False where it is larger than the whole tier, or held already."""
         record = image.record
-        if self.has(record) or not self.make_room(record.num_bytes):
+        if self.has(record) or not self.make_room(image.own_bytes):
             return False
         self._images[record.identity] = image
-        self.used += self._cost(record.num_bytes)
+        self._used += self._cost(image.own_bytes)
         if record.kind is Kind.PAGES:
             self._by_parent.setdefault(record.parent, {})[record.key] = record
         elif record.kind is Kind.STATE:
@@ -255,8 +281,11 @@ class RamRecords:
 
     def drop(self, record: Record) -> None:
         """Forget the image that is held of a record."""
-        record = self._images.pop(record.identity).record
-        self.used -= self._cost(record.num_bytes)
+        image = self._images.pop(record.identity)
+        record = image.record
+        self._used -= self._cost(image.own_bytes)
+        if image.place is not None:
+            image.place.free()
         if record.kind is Kind.STATE:
             del self._states[record.key]
         if record.kind is not Kind.PAGES:
@@ -270,6 +299,8 @@ class RamRecords:
         """Forget everything."""
         for image in list(self._images.values()):
             self.drop(image.record)
+        while self.pool is not None and self.pool.give_back():
+            pass
 
     def candidates(self, parents: Sequence[bytes]) -> Sequence[Record]:
         """See Records."""
@@ -285,6 +316,10 @@ class RamRecords:
         if image is None:
             raise UnreadableError("gone")
         return image
+
+    def _evict(self) -> None:
+        self.drop(next(iter(self._images.values())).record)
+        self.evicted += 1
 
     def _cost(self, num_bytes: int) -> int:
         return round_up(num_bytes, BLOCK) + self.BOOKS
@@ -325,6 +360,32 @@ class Walk:
     @property
     def num_pages(self) -> int:
         return len(self.keys) - 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of a prompt lies below the device, in pages.
+
+    num_pages: usable, with `state` valid there for hybrid models. pieces: what covers the part that the device
+    lacks. agreed: pages up to which there is anything, usable or not.
+    """
+
+    num_pages: int
+    pieces: list[Piece]
+    state: tuple[Records, Record] | None
+    agreed: int
+
+    @property
+    def records(self) -> list[tuple[Records, Record]]:
+        """Everything that has to be read, with where it lies."""
+        pages = [(piece.source, piece.record) for piece in self.pieces]
+        return pages if self.state is None else [*pages, self.state]
+
+    def wanted(self, piece: Piece, held: int) -> tuple[int, int, int]:
+        """What of a piece the device, which has `held` pages, lacks: its first page, the pages of the record before it,
+        and how many."""
+        first = max(piece.first, held)
+        return first, piece.skip + first - piece.first, min(piece.stop, self.num_pages) - first
 
 
 def walk(

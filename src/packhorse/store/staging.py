@@ -2,6 +2,7 @@
 
     file, image --- reading threads ---> slot --- copies ---> pages        up
     file <---- writing thread ---------- slot <-- copies ---- pages        down
+    image in a slab (store/slabs.py) <------------ copies ---> pages        both
 
 A slot is one record's image, or one layer's pages of several (store/restore.py). Copies run behind all that was sent
 to the card before them, or before `begin`, and what is sent after `join` waits for them, what is sent after `wait_for`
@@ -21,6 +22,7 @@ from packhorse.core.errors import DoesNotFitError
 from packhorse.core.units import round_up
 from packhorse.store.arena import PinnedTensor
 from packhorse.store.records import BLOCK
+from packhorse.store.slabs import Place
 
 SLOTS_UP = 12
 """More than are read ahead: the others' copies are on their way."""
@@ -87,10 +89,10 @@ class Staging:
         return self._pin is not None
 
     @contextmanager
-    def carrying(self, slot: Slot | None = None) -> Iterator[None]:
-        """Copies are sent, of a slot: behind all that the current stream was given."""
+    def carrying(self, memory: Slot | Place | None = None) -> Iterator[None]:
+        """Copies are sent, of a slot or others: behind all that the current stream was given."""
         self.begin()
-        with self.sending(*([] if slot is None else [slot.copied])):
+        with self.sending(*([memory.copied] if isinstance(memory, Slot) else [])):
             yield
 
     def begin(self) -> None:
@@ -108,8 +110,8 @@ class Staging:
                     event.record()
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind all that was sent until now, to be recorded again by `sending`."""
-        event = torch.cuda.Event()
+        """An event behind all that was sent until now, to be recorded again by `sending`; it knows its time."""
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         with self.sending(event):
             return event
 
@@ -120,3 +122,7 @@ class Staging:
     def join(self) -> None:
         """What the current stream is given from now on comes after all copies that were sent."""
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Wait for all copies that were sent."""
+        self._stream.synchronize()

@@ -3,7 +3,7 @@
 A copy has two halves: whoever calls prepares (both places are known, reserved and pinned before the call) and
 completes (the destination is entered in the books after the call). Between tensors of one device a copy is
 done, or ordered before whatever the device computes next, when the call returns; one from or to an image is done,
-but where `wait` is False: that is for images in a card's slots (store/staging.py), which says when.
+but where `wait` is False: that is for images in a card's slots (store/staging.py) and slabs, which say when.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from packhorse.store.records import Image
 from packhorse.store.tier import ComputeTier, StoreGeometry, Tier
 
 STATE = "state"
+Layers = Sequence[int] | None
 
 
 def copy_state(source: Tier, source_slot: int, target: Tier, target_slot: int) -> None:
@@ -36,9 +37,7 @@ def zero_state(tier: Tier, slot: int) -> None:
     tier.state_record(slot).zero_()
 
 
-def pages_shapes(
-    geometry: StoreGeometry, count: int, layers: Sequence[int] | None = None
-) -> dict[str, tuple[int, ...]]:
+def pages_shapes(geometry: StoreGeometry, count: int, layers: Layers = None) -> dict[str, tuple[int, ...]]:
     """The parts of an image of `count` pages: a run of pages for each full-attention layer, or each of `layers`."""
     layers = geometry.full_layers if layers is None else layers
     return {_name(layer): (count, geometry.codec.page_bytes) for layer in layers}
@@ -60,12 +59,12 @@ def save_pages(tier: ComputeTier, page_ids: Sequence[int], image: Image, *, wait
 
 
 def load_pages(
-    image: Image, first: int, tier: ComputeTier, page_ids: Sequence[int], *, wait: bool = True
+    image: Image, first: int, tier: ComputeTier, ids: Sequence[int], only: Layers = None, *, wait: bool = True
 ) -> None:
-    """Copy the image's pages from its `first` on into these pages, of the layers that it has."""
-    for layer in _layers(image, tier):
+    """Copy the image's pages from its `first` on into these pages, of all layers that it has or of some."""
+    for layer in _layers(image, tier) if only is None else only:
         pages, at = _bytes(image, _name(layer)).view(-1, tier.geometry.codec.page_bytes), first
-        for run in consecutive_runs(page_ids):
+        for run in consecutive_runs(ids):
             place = tier.pages(layer)[run.start : run.stop]
             place.copy_(pages[at : at + len(run)], non_blocking=not wait)
             at += len(run)
@@ -83,20 +82,13 @@ def load_state(
     tier.state_record(slot)[part].copy_(_bytes(image, name)[part], non_blocking=not wait)
 
 
-def copy_image(image: Image, into: memoryview) -> Image:
-    """The same image in other memory. Of several threads each copies at the speed of its own core."""
-    num_bytes = image.record.num_bytes
-    # numpy's copies neither hold the interpreter's lock nor start threads of their own.
-    np.copyto(np.frombuffer(into, np.uint8, num_bytes), np.frombuffer(image.view, np.uint8))
-    return Image.parse(into, num_bytes)
-
-
 def gather_layer(
     parts: Sequence[tuple[Image, range]], layer: int, geometry: StoreGeometry, into: memoryview
 ) -> Image:
     """One layer's pages of several images side by side in other memory: an image for `load_pages`, without a header.
-    Copies as `copy_image` does."""
+    Of several threads each copies at the speed of its own core."""
     name, size, at = _name(layer), geometry.codec.page_bytes, 0
+    # numpy's copies neither hold the interpreter's lock nor start threads of their own.
     target = np.frombuffer(into, np.uint8)
     for image, pages in parts:
         source = np.frombuffer(image.parts[name], np.uint8)[pages.start * size : pages.stop * size]
