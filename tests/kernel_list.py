@@ -91,8 +91,8 @@ def first_start(arch: int) -> list[Variant]:
 
 
 def usual() -> Pairs:
-    """What CI compiles: `first_start` for every card, for those near another without the products of 8 tokens, which
-    need fewer registers than those of 16, and the forms that are shortest of registers for some."""
+    """What CI compiles: `first_start` for every card, for those near another without the forms of few tokens, which
+    need fewer registers than those of many, and the forms that are shortest of registers for some."""
     codecs = zip(CODECS, (75, 80, 75, 75, 89), strict=True)
     tight = [
         *((attention(codec, 256)["attend_split"], arch) for codec, arch in codecs),
@@ -112,8 +112,13 @@ def usual() -> Pairs:
         (prompt_experts("q6_k", BF16)[3], 80),
         (attention("fp8", 64)["write_kv"], 90),
     ]  # fmt: skip
-    starts = [pair for pair in starts_of_all() if pair[1] not in NEAR or ("NT", 1) not in pair[0].defines]
+    starts = [pair for pair in starts_of_all() if pair[1] not in NEAR or not _is_of_few(pair[0])]
     return unique([*starts, *tight])
+
+
+def _is_of_few(variant: Variant) -> bool:
+    """Whether it is a product of 8 tokens, or for prompts' experts with few tokens, for which there is a wider form."""
+    return ("NT", 2 if variant.source == "experts/mma.cu" else 1) in variant.defines
 
 
 def starts_of_all() -> Pairs:

@@ -494,7 +494,7 @@ def test_one_card_is_planned_as_the_engine_sizes_it(monkeypatch):
     """Byte for byte, over models, caps, contexts, codecs and sequences; by the plan's settings, and left alone."""
     monkeypatch.setattr("packhorse.plan.solve._Offers", lambda *args: ())
     rng, kinds = random.Random(6), set()
-    for _ in range(220):
+    for _ in range(140):
         name, own = (
             rng.choice(MODELS),
             rng.choice(("int4", "int4", "balanced", "int8", "fp8", "bf16", "fp16")),
