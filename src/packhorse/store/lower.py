@@ -94,12 +94,6 @@ class KeepJob:
     next_page: int = 0
     begun: bool = False
 
-    def cut(self, num_pages: int, page_len: int) -> None:
-        """To its first pages."""
-        self.tokens = self.tokens[: len(self.tokens) // len(self.page_ids) * num_pages]
-        self.entries = [entry for entry in self.entries if entry.stop <= num_pages * page_len]
-        del self.page_ids[num_pages:]
-
 
 class WritingThread:
     """Calls what it is given, one after the other, in a thread of its own. Used from one thread."""
@@ -536,7 +530,9 @@ class LowerTiers:
                 self.counters["skipped_once"] += 1
                 return False
             self.counters["cut_once"] += 1
-            job.cut(seen, self._tier.geometry.page_len)
+            job.tokens = job.tokens[: seen * self._page_bytes]
+            job.entries = [e for e in job.entries if e.stop <= seen * self._tier.geometry.page_len]
+            del job.page_ids[seen:]
         self._jobs.append(job)
         return True
 
@@ -546,10 +542,10 @@ class LowerTiers:
         keys = list(chain_values(job.root, job.tokens, 0, most, self._page_bytes, self._chain))
         seen = next((page for page, key in enumerate(keys) if key not in self._seen), most)
         self._seen = {*keys} if len(self._seen) + most > SEEN_PAGES else self._seen | {*keys}
-        if self._tier.geometry.is_hybrid:
-            stops = [entry.stop // self._tier.geometry.page_len for entry in job.entries]
-            seen = max((stop for stop in stops if stop <= seen), default=0)
-        return seen
+        if not self._tier.geometry.is_hybrid:
+            return seen
+        stops = [entry.stop // self._tier.geometry.page_len for entry in job.entries]
+        return max((stop for stop in stops if stop <= seen), default=0)
 
     def advance(self, num_bytes: int, *, wait: bool = False) -> None:
         """Copy about so many bytes from the device for the writing thread. wait: for it, where it is behind."""
@@ -649,7 +645,7 @@ class LowerTiers:
         left = num_pages - job.next_page
         rest = chain_values(walked.keys[-1], job.tokens, job.next_page, left, self._page_bytes, self._chain)
         job.keys = [*walked.keys, *rest]
-        page_len, there = self._tier.geometry.page_len, self.disk.states(walked.keys)
+        page_len, there = self._tier.geometry.page_len, self.disk.states(walked.keys if job.entries else [])
         stops = {entry.stop // page_len for entry in job.entries}
         held_stops = {page for page, key in enumerate(walked.keys) if key in there}
         gone = thinned(sorted(stops | held_stops), walked.forks | held_stops)  # not written to be deleted
