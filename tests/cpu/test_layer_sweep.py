@@ -164,30 +164,40 @@ def test_several_prompts_beside_answers(family):
 
 
 class Counting:
-    """A weight source that notes what it is asked for."""
+    """A weight source that notes what it is asked for, by steps and by units of sweeps."""
 
     def __init__(self, model) -> None:
         self.weights = model.weights
-        self.swept: list[tuple[int, int | None]] = []
+        self.swept: list[int] = []
         self.stepped: list[int] = []
+        self.in_unit = False
 
     def layer(self, index: int):
-        self.stepped.append(index)
+        (self.swept if self.in_unit else self.stepped).append(index)
         return self.weights.layer(index)
 
-    def sweep_layer(self, index: int, then: int | None):
-        self.swept.append((index, then))
-        return self.weights.layer(index)
+    def watch(self, run_unit: Callable) -> Callable:
+        """`run_unit`, whose calls of `layer` are those of a unit."""
+
+        def watched(sweep):
+            self.in_unit = True
+            try:
+                return run_unit(sweep)
+            finally:
+                self.in_unit = False
+
+        return watched
 
 
 def test_weights_are_asked_for_once_a_layer_and_sweep():
     model = tiny_model("qwen3_5_moe", False)
     engine = engine_of(model, clock=Ticking())
     weights = engine.runner.weights = Counting(model)
+    engine.sweeper._run_unit = weights.watch(engine.sweeper._run_unit)
     engine.add(Request("answer", tuple(IDS[:20]), SamplingParams(max_tokens=60)))
     engine.add(Request("long", tuple(IDS[:1000]), SamplingParams(max_tokens=1)))
     run_all(engine)
-    assert weights.swept == [(0, 1), (1, 2), (2, 3), (3, None)] * 3
+    assert weights.swept == [0, 1, 2, 3] * 3
     assert weights.stepped == [0, 1, 2, 3] * 60
 
 
@@ -577,14 +587,8 @@ def test_a_question_asks_for_each_layer_once(monkeypatch):
     model, document = tiny_model("qwen3_5_moe", False), IDS[: 12 * PAGE]
     engine = engine_of(model, sweep_len=2048, tail_len=2048, snapshots=4, sequences=1, num_pages=16)
     ask(engine, document, marks=(len(document),))
-    asked = []
-    for name in ("layer", "sweep_layer"):
-        method = getattr(model.weights, name)
-        monkeypatch.setattr(
-            model.weights,
-            name,
-            lambda index, *args, call=method: (asked.append(index), call(index, *args))[1],
-        )
+    asked, layer = [], model.weights.layer
+    monkeypatch.setattr(model.weights, "layer", lambda index: (asked.append(index), layer(index))[1])
     for number, length in enumerate((PAGE, PAGE, 2 * PAGE, 3 * PAGE + 7, 2 * PAGE, 20)):
         asked.clear()
         _, event = ask(engine, document + oracle.random_ids(length, seed=number), name=str(number))

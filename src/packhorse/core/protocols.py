@@ -72,22 +72,17 @@ class KVView(Protocol):
 class LayerWeights(Protocol):
     """Weights of one layer by checkpoint name, nested by attribute: `w.self_attn.o_proj`.
 
-    Valid until the next call of the method of `WeightSource` that gave them.
+    Valid as long as the model is.
     """
 
     def __getattr__(self, name: str) -> Any: ...
 
 
 class WeightSource(Protocol):
-    """Where the runner gets a layer's weights: resident, or streamed."""
+    """Where the runner gets a layer's weights."""
 
     def layer(self, index: int) -> LayerWeights:
-        """For a step, which asks for each layer in turn."""
-
-    def sweep_layer(self, index: int, then: int | None) -> LayerWeights:
-        """For a sweep, which asks once for each layer it computes, in ascending order, and for `layer` of other
-        layers meanwhile, in the steps between. then: the layer it will ask for next, to be fetched while this one
-        computes; None after the last. A sweep may end anywhere, and the next begin at layer 0 or in the middle."""
+        """A step asks for each layer in turn, a sweep once for each layer it computes, in ascending order."""
 
 
 class CheckpointSource(Protocol):

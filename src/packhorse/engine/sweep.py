@@ -137,7 +137,7 @@ class SweepRunner:
     def _run_unit(self, sweep: Sweep) -> Tensor | None:
         """The logits that the work ends with, if it does in this layer."""
         index, work = sweep.layer, sweep.works[sweep.index]
-        model, view, weights = self.runner.model, self._views[index], self._layer_weights(index, sweep)
+        model, view, weights = self.runner.model, self._views[index], self._layer_weights(index)
         logits = None
         for part in self._parts(work):
             rows = slice(self._first_row(part), self._stop_row(part))
@@ -155,10 +155,9 @@ class SweepRunner:
         self.token_layers += work.length
         return logits
 
-    def _layer_weights(self, index: int, sweep: Sweep) -> LayerWeights:
+    def _layer_weights(self, index: int) -> LayerWeights:
         if self._weights is None or self._weights[0] != index:
-            then = index + 1 if index + 1 < sweep.num_layers else None
-            self._weights = index, self.runner.weights.sweep_layer(index, then)
+            self._weights = index, self.runner.weights.layer(index)
         return self._weights[1]
 
     def _parts(self, work: Work) -> Iterator[Span]:

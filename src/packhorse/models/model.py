@@ -40,10 +40,6 @@ class ResidentWeights:
         """Weights of layer `index`; valid for ever."""
         return self._layers[index]
 
-    def sweep_layer(self, index: int, then: int | None) -> LayerWeights:
-        """The same."""
-        return self._layers[index]
-
 
 class Model:
     """A loaded model. `tensors` are its parameters by name, as `load_model` filled them. experts: where routed
