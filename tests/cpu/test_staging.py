@@ -556,3 +556,17 @@ def test_random_walk(tmp_path, late, monkeypatch, kind, seed, ram=MIB // 2):
     assert store.lower.counters["hits_ram"] > 5
     assert store.lower._staging.up._free.qsize() == SLOTS_UP
     store.close_tiers()
+
+
+def test_a_card_that_has_gone_keeps_no_slot(late, monkeypatch):
+    """Who asks for one afterwards gets the error too, and waits for none that nobody has."""
+    slots = Staging(torch.device("cuda"), 100).up
+
+    def refuse(event):
+        raise RuntimeError("the card has gone")
+
+    monkeypatch.setattr(Event, "synchronize", refuse)
+    for _ in range(SLOTS_UP + 1):
+        assert slots.available
+        with pytest.raises(RuntimeError, match="has gone"):
+            slots.take()

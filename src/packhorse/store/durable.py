@@ -173,9 +173,9 @@ class DurableStore:
         rows = self._select(f"kind = 'state' AND parent IN ({_marks(len(keys))})", keys)
         return {row.key: row for row in rows}
 
-    def read(self, record: Record, into: memoryview | None = None) -> Image:
+    def read(self, record: Record, into: Buffer | None = None) -> Image:
         """See Records. Whoever gets an UnreadableError passes the record to `drop`. into: whole blocks, aligned to
-        them, that get the image."""
+        them, that get the image where they are enough for it."""
         assert isinstance(record, DiskRecord)
         try:
             buffer = self._read_file(record, into)
@@ -188,7 +188,7 @@ class DurableStore:
             raise UnreadableError("other_record")
         return image
 
-    def _read_file(self, record: DiskRecord, into: memoryview | None) -> Buffer:
+    def _read_file(self, record: DiskRecord, into: Buffer | None) -> Buffer:
         """The file's bytes. Direct, past the page cache, where the file system has that."""
         if self.direct is not False:
             try:
@@ -201,14 +201,15 @@ class DurableStore:
                 self.direct = False
         return self._read_with(record, into, 0)
 
-    def _read_with(self, record: DiskRecord, into: memoryview | None, flags: int) -> Buffer:
+    def _read_with(self, record: DiskRecord, into: Buffer | None, flags: int) -> Buffer:
         flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path(record.model, record.file), flags)
         try:
             if os.fstat(fd).st_size != record.num_bytes:
                 raise UnreadableError("size")
-            buffer = anonymous(record.num_bytes) if into is None else into
-            view, done = memoryview(buffer)[: round_up(record.num_bytes, BLOCK)], 0
+            if into is None or len(into) < record.num_bytes:
+                into = anonymous(record.num_bytes)
+            view, done = memoryview(into)[: round_up(record.num_bytes, BLOCK)], 0
             while done < record.num_bytes:
                 # Direct reads begin at blocks: what a short one leaves of a block is read again.
                 at = done // BLOCK * BLOCK
@@ -218,7 +219,7 @@ class DurableStore:
                 done = at + count
         finally:
             os.close(fd)
-        return buffer
+        return into
 
     # Writing.
 

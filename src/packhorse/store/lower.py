@@ -317,13 +317,12 @@ class LowerTiers:
         self, source: Records, record: Record, into: Buffer | None = None
     ) -> tuple[Image, Slot | None]:
         """An image, and the slot that it is in, which is to be given back. In a reading thread. into: memory for it
-        where it is not in a slot, if that is large enough."""
+        where it is in no slot."""
         staging = self._staging
         if self.disk is None or source is not self.disk:
             return source.read(record), None
         if staging is None or record.num_bytes > staging.size:
-            into = into if into is not None and len(into) >= record.num_bytes else None
-            return self.disk.read(record, None if into is None else memoryview(into)), None
+            return self.disk.read(record, into), None
         slot = staging.up.take()
         assert slot is not None
         try:

@@ -59,7 +59,11 @@ class Slots:
             slot = self._free.get(block=wait)
         except Empty:
             return None
-        slot.copied.synchronize()  # nothing where it was never recorded
+        try:
+            slot.copied.synchronize()  # nothing where it was never recorded
+        except BaseException:
+            self.give(slot)  # of a card that has gone all who wait here are told
+            raise
         return slot
 
     def give(self, slot: Slot) -> None:

@@ -96,8 +96,8 @@ def _outcome(store: DurableStore, number: int) -> str:
 
 def _has(store: DurableStore, *numbers: int) -> bool:
     """Whether these and no others are there, each whole and in a file of its own."""
-    files = list((store.folder / "models").glob("*/*"))
-    return len(files) == len(numbers) and all(_outcome(store, number) == "served" for number in numbers)
+    num_files = len([*(store.folder / "models").glob("*/*")])
+    return num_files == len(numbers) and all(_outcome(store, number) == "served" for number in numbers)
 
 
 def _fail(faults: dict[str, Any], folder: Path) -> str:
@@ -124,12 +124,8 @@ def _crash(step: str, folder: Path) -> str:
     return "nothing lost, nothing left" if well else "LOST, OR LEFT SOMETHING"
 
 
-def _end_at(folder: Path, step: str) -> None:
-    with _opened(folder) as (store, model, files):
-        files.end_at = step
+if __name__ == "__main__":
+    with _opened(Path(sys.argv[1])) as (store, model, files):
+        files.end_at = sys.argv[2]
         store.write(model, [_image(3)])
         store.drop(store.candidates([_image(0).record.parent])[0])
-
-
-if __name__ == "__main__":
-    _end_at(Path(sys.argv[1]), sys.argv[2])
