@@ -76,9 +76,8 @@ def choose(folder: Path, first: str | None, second: str | None) -> tuple[dict[st
     earlier = kept if after is None or after not in kept else kept[: len(kept) - 1 - kept[::-1].index(after)]
     before = next((run for run in reversed(earlier) if after is not None and same(run, after)), None)
     if after is None:
-        raise UsageError(
-            f"There is no run in {folder / FILE}.", hint="Run bench offline twice, or name two files."
-        )
+        hint = "Run bench offline twice, or name two files."
+        raise UsageError(f"There is no run in {folder / FILE}.", hint=hint)
     if before is None:
         found = ", ".join(f"{one} and {other}" for one, other in _pairs(kept)[-MAX_PAIRS:])
         whose = f"before run {len(earlier) + 1} has its" if after in kept else f"has {first}'s"

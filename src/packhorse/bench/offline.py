@@ -91,14 +91,11 @@ class Settings:
         if self.tails and min(self.tails) < 1:
             raise UsageError(f"tails are {self.tails}.", hint="Give numbers from 1 on, by commas.")
         if self.beside and self.fill_kv:
-            raise UsageError(
-                "A prompt is to be read beside an answer, and --fill-kv reads none.",
-                hint="Leave out one of --beside and --fill-kv.",
-            )
+            hint = "Leave out one of --beside and --fill-kv."
+            raise UsageError("A prompt is to be read beside an answer, and --fill-kv reads none.", hint=hint)
         if self.decode < FIFTHS or self.warmup < 0:
-            raise UsageError(
-                f"decode is {self.decode}, warmup {self.warmup}.", hint=f"Time at least {FIFTHS} steps."
-            )
+            hint = f"Time at least {FIFTHS} steps."
+            raise UsageError(f"decode is {self.decode}, warmup {self.warmup}.", hint=hint)
 
     @property
     def room(self) -> int:
@@ -411,10 +408,8 @@ class Run:
 def _check_kept(held: int, lost: int) -> None:
     """Raises ComputeError where more of a prompt that was read has to be read again than always has."""
     if lost >= LOST:
-        raise ComputeError(
-            f"{lost:,} tokens of a prompt of {held:,} were not kept.",
-            hint="Measure fewer sequences at once, or give --fill-kv.",
-        )
+        hint = "Measure fewer sequences at once, or give --fill-kv."
+        raise ComputeError(f"{lost:,} tokens of a prompt of {held:,} were not kept.", hint=hint)
 
 
 def fill(engine: Engine) -> None:

@@ -115,9 +115,8 @@ class Target:
     def __init__(self, url: str, key: str | None = None, timeout: float = 600.0) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise UsageError(
-                f"{url!r} is no address of a server.", hint="Write it like http://127.0.0.1:8000."
-            )
+            hint = "Write it like http://127.0.0.1:8000."
+            raise UsageError(f"{url!r} is no address of a server.", hint=hint)
         self.url = url
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port
@@ -140,9 +139,8 @@ class Target:
             answer = connection.getresponse()
             body = answer.read()
         except OSError as error:
-            raise NetworkError(
-                f"{self.url} cannot be reached: {error}.", hint="Is the server running?"
-            ) from error
+            hint = "Is the server running?"
+            raise NetworkError(f"{self.url} cannot be reached: {error}.", hint=hint) from error
         finally:
             connection.close()
         try:

@@ -102,9 +102,8 @@ def _shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
     if layers is not None:
         most = text["num_hidden_layers"]
         if not 1 <= layers <= most:
-            raise UsageError(
-                f"{layers} layers were asked for, and the model has {most}.", hint=f"Ask for 1 to {most}."
-            )
+            hint = f"Ask for 1 to {most}."
+            raise UsageError(f"{layers} layers were asked for, and the model has {most}.", hint=hint)
         text["num_hidden_layers"] = layers
         if "layer_types" in text:
             text["layer_types"] = text["layer_types"][:layers]

@@ -176,9 +176,8 @@ def read_passphrase(path: Path) -> bytes:
     try:
         passphrase = path.read_bytes().strip()
     except OSError as error:
-        raise UsageError(
-            f"The key file {path} cannot be read: {error.strerror}.", hint="Check the path."
-        ) from error
+        hint = "Check the path."
+        raise UsageError(f"The key file {path} cannot be read: {error.strerror}.", hint=hint) from error
     if len(passphrase) < MIN_PASSPHRASE:
         raise UsageError(
             f"The passphrase in {path} has {len(passphrase)} bytes, and {MIN_PASSPHRASE} are the least.",

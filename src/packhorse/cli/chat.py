@@ -133,9 +133,8 @@ class Conversation:
             "/stats": self._show_stats,
         }
         if name not in commands:
-            raise UsageError(
-                f"There is no command {name}.", hint="/help lists them; a question may begin with a space."
-            )
+            hint = "/help lists them; a question may begin with a space."
+            raise UsageError(f"There is no command {name}.", hint=hint)
         commands[name](argument.strip())
         return True
 
@@ -220,6 +219,5 @@ def piped_lines() -> Iterator[str]:
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise UsageError(
-                f"Line {number} of the input is not valid UTF-8.", hint="Convert it with iconv."
-            ) from error
+            hint = "Convert it with iconv."
+            raise UsageError(f"Line {number} of the input is not valid UTF-8.", hint=hint) from error

@@ -55,8 +55,6 @@ def find_facts(threads: int | None, show: Callable[[str], None]) -> dict[str, An
     num_right = sum(answer["right"] for answer in answers)
     show(f"{num_right} of {NUM_FACTS} facts were found.")
     if num_right < NUM_FACTS:
-        raise PackhorseError(
-            f"{NUM_FACTS - num_right} of {NUM_FACTS} facts were not found.",
-            hint="This is a fault in Packhorse: please report it.",
-        )
+        hint = "This is a fault in Packhorse: please report it."
+        raise PackhorseError(f"{NUM_FACTS - num_right} of {NUM_FACTS} facts were not found.", hint=hint)
     return {"name": FOLDER.name, "length": LENGTH, "answers": answers}

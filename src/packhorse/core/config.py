@@ -108,9 +108,8 @@ class EngineConfig:
                 )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise UsageError(
-                    f"{name} {getattr(self, name)!r} is not known.", hint=f"Choose {', '.join(known)}."
-                )
+                hint = f"Choose {', '.join(known)}."
+                raise UsageError(f"{name} {getattr(self, name)!r} is not known.", hint=hint)
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UsageError(f"device {self.device!r} is not known.", hint="Choose cpu, cuda or cuda:N.")
         for name, fits in (("dtype", self.dtype in ("auto", "fp32")), ("device", self.device == "cpu")):
@@ -123,7 +122,5 @@ class EngineConfig:
             raise UsageError(f"as_arch is {self.as_arch}.", hint="Only 75 can be stood in for.")
         for name in ("as_arch", "vram"):
             if getattr(self, name) is not None and self.device == "cpu":
-                raise UsageError(
-                    f"{name} is for a card, and the device is cpu.",
-                    hint=f"Give --device cuda too, or leave out --{name.replace('_', '-')}.",
-                )
+                hint = f"Give --device cuda too, or leave out --{name.replace('_', '-')}."
+                raise UsageError(f"{name} is for a card, and the device is cpu.", hint=hint)

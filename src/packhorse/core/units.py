@@ -24,10 +24,8 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"{text!r} is not a size.", hint="Write it like 10.4GiB or 512MiB.")
     number, prefix, binary = match.groups()
     if text.strip() == number and 0 < float(number) < MIB:
-        raise UsageError(
-            f"{text!r} has no unit, and is too little in bytes.",
-            hint=f"Write {number}GiB, or {number}B for bytes.",
-        )
+        hint = f"Write {number}GiB, or {number}B for bytes."
+        raise UsageError(f"{text!r} has no unit, and is too little in bytes.", hint=hint)
     base = 1024 if binary or not prefix else 1000
     return int(float(number) * base ** _POWER[prefix.lower()])
 

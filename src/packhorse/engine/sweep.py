@@ -43,12 +43,7 @@ class SweepRunner:
     num_units, and token_layers, their tokens."""
 
     def __init__(
-        self,
-        runner: Runner,
-        store: KVStore,
-        num_rows: int,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, runner: Runner, store: KVStore, num_rows: int, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         model = runner.model
         self.runner = runner

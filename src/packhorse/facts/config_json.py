@@ -293,7 +293,7 @@ def _rope(text: Fields, family: str, head_dim: int, context: int) -> tuple[RopeF
     for key, value in raw.values.items():
         if isinstance(value, dict):
             raise UnsupportedModelError(
-                f"{text.file}: the rope parameters differ by layer type ({key}), which is not supported.",
+                f"{text.file}: the rope parameters differ by layer type ({key}), which is not supported."
             )
     kind = raw.text("rope_type") or raw.text("type") or "default"
     theta = raw.maybe_number("rope_theta", low=1.0) or text.number("rope_theta", 10_000.0, low=1.0)
@@ -303,7 +303,7 @@ def _rope(text: Fields, family: str, head_dim: int, context: int) -> tuple[RopeF
     if partial != 1.0 and family not in HYBRID:
         # transformers' classes of these families ignore the factor for some kinds and follow it for others.
         raise UnsupportedModelError(
-            f"{text.file}: partial_rotary_factor is {partial:g}; {family} rotates whole heads only.",
+            f"{text.file}: partial_rotary_factor is {partial:g}; {family} rotates whole heads only."
         )
     rotary_dim = int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:

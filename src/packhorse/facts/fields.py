@@ -24,9 +24,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RefusedError(
-            f"{path} cannot be read: {error.strerror or error}.", hint="Check the path and its permissions."
-        ) from error
+        hint = "Check the path and its permissions."
+        raise RefusedError(f"{path} cannot be read: {error.strerror or error}.", hint=hint) from error
 
 
 def read_bytes(file: Path, limit: int = MAX_JSON_BYTES) -> bytes:
@@ -57,9 +56,7 @@ def parse_object(data: bytes, what: str, *, unique: bool = False) -> dict[str, A
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{what} is not JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise CorruptFileError(
-            f"{what} holds a {type(value).__name__}, not an object.",
-        )
+        raise CorruptFileError(f"{what} holds a {type(value).__name__}, not an object.")
     return value
 
 

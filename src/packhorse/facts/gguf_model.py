@@ -56,10 +56,8 @@ def read_gguf(file: Path) -> ModelFacts:
     header = _join_parts(read_header(file))
     fields = Fields(header.metadata, file)
     if fields.get("general.type") == "adapter":
-        raise UnsupportedModelError(
-            f"{file} is a LoRA adapter, which is not supported.",
-            hint="Merge it into its base model and convert the result.",
-        )
+        hint = "Merge it into its base model and convert the result."
+        raise UnsupportedModelError(f"{file} is a LoRA adapter, which is not supported.", hint=hint)
     arch = fields.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -93,10 +91,8 @@ def _join_parts(header: GgufHeader) -> GgufHeader:
         return header
     match = _SPLIT_NAME.match(header.file.name)
     if fields.integer("split.no", 0, low=0) != 0 or match is None or int(match[3]) != count:
-        raise RefusedError(
-            f"{header.file} is one of {count} parts, and not named as the first.",
-            hint=f"Give the file NAME-00001-of-{count:05d}.gguf, with all parts beside it.",
-        )
+        hint = f"Give the file NAME-00001-of-{count:05d}.gguf, with all parts beside it."
+        raise RefusedError(f"{header.file} is one of {count} parts, and not named as the first.", hint=hint)
     tensors = dict(header.tensors)
     for part in map(header.file.with_name, split_parts(header.file.name)[1:]):
         if not part.is_file():
@@ -201,8 +197,7 @@ class _Reader:
         if value is None or (number and any(math.isclose(value, v, rel_tol=1e-6) for v in known)):
             return
         raise UnsupportedModelError(
-            f"{self.file}: {self.own.prefix}{key} is {value!r}; only {known[-1]!r} is supported.",
-            field=key,
+            f"{self.file}: {self.own.prefix}{key} is {value!r}; only {known[-1]!r} is supported.", field=key
         )
 
     def has(self, leaf: str) -> bool:
@@ -219,7 +214,7 @@ class _Reader:
         if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
             found = "missing" if embedding is None else f"of shape {list(embedding.shape)}"
             raise CorruptFileError(
-                f"{self.file}: token_embd.weight is {found}, and embedding_length is {hidden}.",
+                f"{self.file}: token_embd.weight is {found}, and embedding_length is {hidden}."
             )
         tokens = self.all.items("tokenizer.ggml.tokens")
         if tokens is not None and len(tokens) > embedding.shape[0]:
@@ -267,9 +262,7 @@ class _Reader:
         factors = self.tensors.get("rope_freqs.weight")
         if factors is not None:
             if kind != "none":
-                raise UnsupportedModelError(
-                    f"{self.file} scales rope by {kind} and by rope_freqs.weight.",
-                )
+                raise UnsupportedModelError(f"{self.file} scales rope by {kind} and by rope_freqs.weight.")
             kind, found = self.llama3_scaling(factors, theta, rotary_dim)
             raw |= found
         kind = "default" if kind == "none" else kind
@@ -284,7 +277,7 @@ class _Reader:
         if factors.shape != (half,) or factors.format.name != "F32":
             raise UnsupportedModelError(
                 f"{self.file}: rope_freqs.weight is {factors.format.name} {list(factors.shape)}, not F32"
-                f" [{half}].",
+                f" [{half}]."
             )
         with factors.file.open("rb") as stream:
             stream.seek(factors.offset)

@@ -96,10 +96,8 @@ def read_profile(name: str, parts: Mapping[str, str | None] | None = None) -> Ma
         file = Path(name).expanduser()
     if not file.is_file():
         known = ", ".join(profile_names())
-        raise UsageError(
-            f"There is no profile and no file {name!r}.",
-            hint=f"Profiles are {known}; docs/plan.md has their form.",
-        )
+        hint = f"Profiles are {known}; docs/plan.md has their form."
+        raise UsageError(f"There is no profile and no file {name!r}.", hint=hint)
     try:
         return machine_of(read_object(file), file, parts or {})
     except CorruptFileError as error:

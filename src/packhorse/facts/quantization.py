@@ -135,9 +135,8 @@ class _Modules:
                     tensor=tensor.name,
                 )
         if layout != "fp8" and "weight" in here:
-            raise WeightsError(
-                f"{module} has a packed weight and a plain one.", hint="Remove one of them.", tensor=module
-            )
+            hint = "Remove one of them."
+            raise WeightsError(f"{module} has a packed weight and a plain one.", hint=hint, tensor=module)
         form = PACKED[scheme.format_name()]
         if not form.fits(shape[-1]):
             raise UnsupportedModelError(

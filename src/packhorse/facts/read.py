@@ -61,9 +61,8 @@ def _read_folder(folder: Path) -> ModelFacts:
         if found:
             listed = ", ".join(file.name for file in found[:5])
             raise RefusedError(f"{folder} holds {len(found)} GGUF files: {listed}.", hint="Give one of them.")
-        raise RefusedError(
-            f"{folder} holds no config.json and no GGUF file.", hint="Give the folder of a whole checkpoint."
-        )
+        hint = "Give the folder of a whole checkpoint."
+        raise RefusedError(f"{folder} holds no config.json and no GGUF file.", hint=hint)
     document = read_object(config)
     fields = config_fields(document, config)
     tensors = read_folder(folder)

@@ -96,9 +96,7 @@ def _check_cover(file: Path, tensors: list[TensorFacts], start: int, size: int) 
         end += tensor.num_bytes
     if end != size:
         raise CorruptFileError(
-            f"{file} has {size:,} bytes, and its header describes {end:,}.",
-            file_bytes=size,
-            header_bytes=end,
+            f"{file} has {size:,} bytes, and its header describes {end:,}.", file_bytes=size, header_bytes=end
         )
 
 
@@ -116,10 +114,8 @@ def read_folder(folder: Path) -> dict[str, TensorFacts]:
     if len(files) == 1:
         return read_header(files[0])
     if files:
-        raise CorruptFileError(
-            f"{folder} holds {len(files)} safetensors files and no {INDEX}.",
-            hint=f"Fetch {INDEX}, or leave one file there.",
-        )
+        hint = f"Fetch {INDEX}, or leave one file there."
+        raise CorruptFileError(f"{folder} holds {len(files)} safetensors files and no {INDEX}.", hint=hint)
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickles:
         raise UnsupportedModelError(
@@ -148,9 +144,8 @@ def _read_shards(folder: Path) -> dict[str, TensorFacts]:
     found: dict[str, TensorFacts] = {}
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
-            raise CorruptFileError(
-                f"{index} names {shard}, which is not there.", hint="Fetch the missing file.", shard=shard
-            )
+            hint = "Fetch the missing file."
+            raise CorruptFileError(f"{index} names {shard}, which is not there.", hint=hint, shard=shard)
         for name, tensor in read_header(folder / shard).items():
             if weight_map.get(name) != shard:
                 where = weight_map.get(name)

@@ -131,11 +131,8 @@ def _choose(api: HfApi, repo: str, revision: str | None) -> str | None:
             hint=f"Choose one, such as hf:{repo}/{ggufs[0]}.",
             files=ggufs,
         )
-    raise RefusedError(
-        f"hf:{repo} holds no safetensors and no GGUF files.",
-        hint="Packhorse loads data formats only: look for a converted repository.",
-        files=files[:50],
-    )
+    hint = "Packhorse loads data formats only: look for a converted repository."
+    raise RefusedError(f"hf:{repo} holds no safetensors and no GGUF files.", hint=hint, files=files[:50])
 
 
 def _download(

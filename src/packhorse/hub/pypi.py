@@ -219,9 +219,8 @@ def _extract(wheel: Path, target: Path) -> list[Path]:
                 files.append(path)
             return files
     except (zipfile.BadZipFile, FileExistsError, NotImplementedError, RuntimeError, EOFError) as error:
-        raise CorruptFileError(
-            f"{wheel.name} cannot be unpacked: {error}.", hint="Fetch it again."
-        ) from error
+        hint = "Fetch it again."
+        raise CorruptFileError(f"{wheel.name} cannot be unpacked: {error}.", hint=hint) from error
 
 
 def _model_members(members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:

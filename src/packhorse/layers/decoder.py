@@ -13,14 +13,7 @@ from packhorse.layers.attention import Attention
 from packhorse.layers.delta_net import DeltaNet
 from packhorse.layers.mlp import Mlp, Moe
 from packhorse.layers.rope import Rope
-from packhorse.layers.step import (
-    LayerStep,
-    attention_step,
-    delta_net_step,
-    mlp_step,
-    moe_step,
-    norm_step,
-)
+from packhorse.layers.step import LayerStep, attention_step, delta_net_step, mlp_step, moe_step, norm_step
 
 
 class DecoderLayer:

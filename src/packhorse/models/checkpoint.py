@@ -26,9 +26,8 @@ def open_checkpoint(facts: ModelFacts) -> CheckpointSource:
         return SafetensorsSource(facts)
     if facts.container == "gguf":
         return GgufSource(facts)
-    raise RefusedError(
-        f"{facts.path} holds no weights, only config.json.", hint="Fetch the model's safetensors files too."
-    )
+    hint = "Fetch the model's safetensors files too."
+    raise RefusedError(f"{facts.path} holds no weights, only config.json.", hint=hint)
 
 
 class SafetensorsSource:
@@ -47,9 +46,8 @@ class SafetensorsSource:
                 continue
             if name in self._tensors or name in self._stored:
                 first = self._tensors[name].name if name in self._tensors else self._stored[name].name
-                raise WeightsError(
-                    f"{first!r} and {stored!r} are both the tensor {name!r}.", hint="Remove one of them."
-                )
+                hint = "Remove one of them."
+                raise WeightsError(f"{first!r} and {stored!r} are both the tensor {name!r}.", hint=hint)
             self._tensors[name] = tensor
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._shapes |= {name: matrix.shape for name, matrix in self._stored.items()}

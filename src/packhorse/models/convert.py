@@ -71,10 +71,8 @@ def plan_conversion(facts: ModelFacts, recipe: str) -> Conversion:
     model that is packed already, or is no folder of safetensors."""
     if recipe not in CONVERTED:
         meant = f"{recipe}-rtn" if f"{recipe}-rtn" in CONVERTED else " or ".join(CONVERTED)
-        raise UsageError(
-            f"The recipe {recipe!r} is not one that is converted to.",
-            hint=f"Choose {meant}: products are packed, embeddings and output head stay as they are.",
-        )
+        hint = f"Choose {meant}: products are packed, embeddings and output head stay as they are."
+        raise UsageError(f"The recipe {recipe!r} is not one that is converted to.", hint=hint)
     if facts.container != "safetensors" or facts.stored:
         what = "is packed already" if facts.stored or facts.container == "gguf" else "holds no weights"
         raise RefusedError(f"{facts.path} {what}.", hint="Give a folder with BF16 or FP16 safetensors files.")
@@ -233,11 +231,8 @@ def _values(tensor: TensorFacts, conversion: Conversion) -> Iterator[Tensor]:
 
 def _check_finite(tensor: TensorFacts, part: Tensor) -> None:
     if not part.isfinite().all():
-        raise WeightsError(
-            f"{tensor.name} holds values that are not finite.",
-            hint="The file is damaged or was exported from a broken run: fetch or export it again.",
-            tensor=tensor.name,
-        )
+        hint = "The file is damaged or was exported from a broken run: fetch or export it again."
+        raise WeightsError(f"{tensor.name} holds values that are not finite.", hint=hint, tensor=tensor.name)
 
 
 def _config(conversion: Conversion) -> dict[str, Any]:

@@ -274,11 +274,8 @@ def _choose(params: list[Param], source: CheckpointSource, facts: ModelFacts) ->
         chosen[param.path] = parts
         used |= {part.source for part in parts}
     if missing:
-        raise WeightsError(
-            f"{_some(missing)} missing from {facts.path}.",
-            hint="The download may be incomplete: fetch it again.",
-            missing=missing,
-        )
+        hint = "The download may be incomplete: fetch it again."
+        raise WeightsError(f"{_some(missing)} missing from {facts.path}.", hint=hint, missing=missing)
     left = [n for n in source.shapes if n not in used and not n.endswith(_DERIVED)]
     if facts.tied and _HEAD in left:
         left.remove(_HEAD)

@@ -49,9 +49,8 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RefusedError(
-            f"{folder} cannot be written: {error.strerror or error}.", hint="Check the folder and its disk."
-        ) from error
+        hint = "Check the folder and its disk."
+        raise RefusedError(f"{folder} cannot be written: {error.strerror or error}.", hint=hint) from error
 
 
 def check_space(folder: Path, size: int) -> None:

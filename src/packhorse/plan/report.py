@@ -106,9 +106,8 @@ def read_saved(file: Path) -> dict[str, Any]:
     with suppress(CorruptFileError):
         document = read_object(file)
     if document.get("version") != VERSION or not {"engine", "fits", "model"} <= set(document):
-        raise CorruptFileError(
-            f"{file} is no plan of version {VERSION}.", hint="Write one: packhorse plan MODEL --json > FILE."
-        )
+        hint = "Write one: packhorse plan MODEL --json > FILE."
+        raise CorruptFileError(f"{file} is no plan of version {VERSION}.", hint=hint)
     if not document["fits"]:
         asked = sum(tier["total_bytes"] for tier in document["tiers"].values())
         short = sum(document["shortfall_bytes"].values())

@@ -75,9 +75,8 @@ class Wishes:
         if self.host_kv > (self.context or self.host_kv):
             raise UsageError(f"host_kv is {self.host_kv:,}.", hint=f"A request has {self.context:,} tokens.")
         if self.kv is not None and self.kv not in KV_CHOICES:
-            raise UsageError(
-                f"The KV codec {self.kv!r} is not known.", hint=f"Choose {', '.join(KV_CHOICES)}."
-            )
+            hint = f"Choose {', '.join(KV_CHOICES)}."
+            raise UsageError(f"The KV codec {self.kv!r} is not known.", hint=hint)
         if self.prefer not in PREFERENCES:
             raise UsageError(f"prefer is {self.prefer!r}.", hint=f"Choose one of {', '.join(PREFERENCES)}.")
 

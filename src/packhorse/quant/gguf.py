@@ -26,9 +26,8 @@ def dequantize(data: Tensor, form: Format) -> Tensor:
     """
     if form.name not in _UNPACK and form.name not in _CODES:
         known = ", ".join((*_UNPACK, *_CODES))
-        raise UnsupportedModelError(
-            f"{form.name} blocks are not supported.", hint=f"{known} are.", format=form.name
-        )
+        hint = f"{known} are."
+        raise UnsupportedModelError(f"{form.name} blocks are not supported.", hint=hint, format=form.name)
     blocks = data.view(-1, form.block_bytes)
     out = torch.empty(blocks.shape[0], form.block_len)
     # In slices, so that intermediate values stay in cache and never double a large tensor.

@@ -152,9 +152,8 @@ def _section(section: Any, name: str, known: set[str]) -> dict[str, Any]:
         raise UsageError(f"[{name}] is not a section.", hint=_HINT)
     unknown = sorted(set(section) - known)
     if unknown:
-        raise UsageError(
-            f"[{name}] has no setting {unknown[0]!r}.", hint=f"It knows {', '.join(sorted(known))}."
-        )
+        hint = f"It knows {', '.join(sorted(known))}."
+        raise UsageError(f"[{name}] has no setting {unknown[0]!r}.", hint=hint)
     return dict(section)
 
 

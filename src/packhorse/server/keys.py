@@ -43,9 +43,8 @@ class Keyring:
             entries = tomllib.loads(path.read_text(encoding="utf-8"))
             mode = path.stat().st_mode
         except (OSError, ValueError) as error:
-            raise UsageError(
-                f"The key file {path} cannot be read: {error}.", hint="See docs/server.md."
-            ) from error
+            hint = "See docs/server.md."
+            raise UsageError(f"The key file {path} cannot be read: {error}.", hint=hint) from error
         if mode & 0o077:
             raise UsageError(
                 f"The key file {path} is open to other users (mode {mode & 0o777:o}).",

@@ -73,9 +73,8 @@ def serve(
         error = ended[0]
         if isinstance(error, PackhorseError):
             raise error
-        raise PackhorseError(
-            f"The engine ended: {type(error).__name__}: {error}.", hint="The log above has more."
-        )
+        hint = "The log above has more."
+        raise PackhorseError(f"The engine ended: {type(error).__name__}: {error}.", hint=hint)
 
 
 class Server(uvicorn.Server):

@@ -230,11 +230,7 @@ class _Answer:
         groups = [[replace(r, tenant=tenant, store=store) for r in group] for group in prepared.groups]
         job = Job(groups, read_on=asked.on_disconnect == "read_on")
         reply = Reply(
-            prepared,
-            service.session.tokenizer,
-            request_id=self.call.id,
-            model=service.name,
-            **options,
+            prepared, service.session.tokenizer, request_id=self.call.id, model=service.name, **options
         )
         began = time.monotonic()
         yield b""

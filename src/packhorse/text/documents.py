@@ -67,9 +67,8 @@ def read_document(path: Path | str) -> Document:
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        raise DocumentError(
-            f"{path} is a folder.", hint="Give its files one by one, each with --document.", path=str(path)
-        )
+        hint = "Give its files one by one, each with --document."
+        raise DocumentError(f"{path} is a folder.", hint=hint, path=str(path))
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -158,11 +157,8 @@ def _read_pdf(path: Path, data: bytes) -> Document:
         texts = [_whole_characters(page.extract_text()).strip() for page in reader.pages]
     except Exception as error:  # broken files make pypdf stumble in many ways, few of them its own errors
         if encrypted:
-            raise DocumentError(
-                f"{path} is encrypted: {error}.",
-                hint="Save a copy without a password and give that.",
-                path=str(path),
-            ) from error
+            hint = "Save a copy without a password and give that."
+            raise DocumentError(f"{path} is encrypted: {error}.", hint=hint, path=str(path)) from error
         raise DocumentError(
             f"{path} cannot be read as a PDF file: {str(error).rstrip('.') or type(error).__name__}.",
             hint="Open it in a viewer and save or print it to a new PDF file, or convert it to text.",

@@ -10,16 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from packhorse.core.errors import TokenizerError
 
@@ -78,9 +69,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     except TokenizerError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
-        raise TokenizerError(
-            f"The GGUF file's vocabulary makes no tokenizer: {error}", hint="Fetch or convert the file again."
-        ) from error
+        hint = "Fetch or convert the file again."
+        raise TokenizerError(f"The GGUF file's vocabulary makes no tokenizer: {error}", hint=hint) from error
     return tokenizer
 
 
@@ -95,10 +85,8 @@ def gguf_special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _list(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     values = list(metadata.get(key, ()))
     if not all(isinstance(value, kind) for value in values):
-        raise TokenizerError(
-            f"{key} in the GGUF file holds other values than {kind.__name__}.",
-            hint="Fetch or convert the file again.",
-        )
+        hint = "Fetch or convert the file again."
+        raise TokenizerError(f"{key} in the GGUF file holds other values than {kind.__name__}.", hint=hint)
     return values
 
 

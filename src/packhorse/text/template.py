@@ -98,11 +98,8 @@ class ChatTemplate:
                     )
             return template
         if facts.chat_template is None:
-            raise TokenizerError(
-                f"{facts.name} comes without a chat template.",
-                hint="Give one with --chat-template FILE, or continue plain text with `packhorse ask --raw`.",
-                model=facts.name,
-            )
+            hint = "Give one with --chat-template FILE, or continue plain text with `packhorse ask --raw`."
+            raise TokenizerError(f"{facts.name} comes without a chat template.", hint=hint, model=facts.name)
         return cls(facts.chat_template, tokenizer.special_tokens)
 
     def render(
@@ -206,9 +203,8 @@ def _checked(messages: Sequence[Message]) -> Sequence[Message]:
         raise InvalidRequestError("There are no messages.", hint="Give at least one, such as a user's.")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError(
-                f"Message {index} has no role.", hint="Each message has a role and a content.", index=index
-            )
+            hint = "Each message has a role and a content."
+            raise InvalidRequestError(f"Message {index} has no role.", hint=hint, index=index)
     return messages
 
 
@@ -228,10 +224,8 @@ def _content_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise InvalidRequestError(
-            f"A message's content is of type {type(content).__name__}.",
-            hint="Content is a string or a list of parts such as {'type': 'text', 'text': ...}.",
-        )
+        hint = "Content is a string or a list of parts such as {'type': 'text', 'text': ...}."
+        raise InvalidRequestError(f"A message's content is of type {type(content).__name__}.", hint=hint)
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in MEDIA_PARTS:

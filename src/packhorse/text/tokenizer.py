@@ -169,10 +169,8 @@ class _TokenBytes:
         steps = {step["type"]: step for step in [state, *state.get("decoders", [])] if "type" in step}
         self.is_byte_level = "ByteLevel" in steps
         if not self.is_byte_level and not {"Metaspace", "ByteFallback", "Replace"} & set(steps):
-            raise TokenizerError(
-                f"The tokenizer's decoder is {', '.join(steps) or 'missing'}.",
-                hint="Byte-level BPE (ByteLevel) and SentencePiece (Metaspace, ByteFallback) are read.",
-            )
+            hint = "Byte-level BPE (ByteLevel) and SentencePiece (Metaspace, ByteFallback) are read."
+            raise TokenizerError(f"The tokenizer's decoder is {', '.join(steps) or 'missing'}.", hint=hint)
         # A text's first token carries a space that the encoder put there.
         metaspace = steps.get("Metaspace", {})
         self.drops_space = "Strip" in steps or metaspace.get("prepend_scheme", "never") != "never"
@@ -222,11 +220,8 @@ def _from_folder(folder: Path) -> Tokenizer:
             ) from error
         return Tokenizer(backend, _named_tokens(folder))
     if not needs_transformers(folder):
-        raise TokenizerError(
-            f"{folder} holds no tokenizer.",
-            hint=f"Copy the model's tokenizer.json into it (or {', '.join(OLDER_FILES)}).",
-            path=str(folder),
-        )
+        hint = f"Copy the model's tokenizer.json into it (or {', '.join(OLDER_FILES)})."
+        raise TokenizerError(f"{folder} holds no tokenizer.", hint=hint, path=str(folder))
     return _through_transformers(folder)
 
 

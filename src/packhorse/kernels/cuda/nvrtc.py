@@ -117,10 +117,8 @@ def _nvrtc() -> tuple[tuple[int, int], tuple[int, ...]]:
         error, major, minor = nvrtc.nvrtcVersion()
         archs = nvrtc.nvrtcGetSupportedArchs()[1]
     except (ImportError, RuntimeError) as cause:
-        raise CompilerMissingError(
-            f"The CUDA compiler NVRTC cannot be used: {cause}.",
-            hint="Install packhorse[gpu-cu13], or packhorse[gpu-cu12] where torch is built for CUDA 12.",
-        ) from cause
+        hint = "Install packhorse[gpu-cu13], or packhorse[gpu-cu12] where torch is built for CUDA 12."
+        raise CompilerMissingError(f"The CUDA compiler NVRTC cannot be used: {cause}.", hint=hint) from cause
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompilerMissingError(f"NVRTC does not answer: {error}.")
     return (major, minor), tuple(archs)
@@ -132,15 +130,12 @@ def include_dir() -> str:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError as cause:
-        raise CompilerMissingError(
-            f"CUDA's headers cannot be looked for: {cause}.", hint="Install packhorse[gpu-cu13]."
-        ) from cause
+        hint = "Install packhorse[gpu-cu13]."
+        raise CompilerMissingError(f"CUDA's headers cannot be looked for: {cause}.", hint=hint) from cause
     found = find_nvidia_header_directory("cudart")
     if not found or not Path(found, "cuda_fp16.h").exists():
-        raise CompilerMissingError(
-            "CUDA's headers (cuda_fp16.h) are not installed.",
-            hint="Install nvidia-cuda-runtime of torch's CUDA version.",
-        )
+        hint = "Install nvidia-cuda-runtime of torch's CUDA version."
+        raise CompilerMissingError("CUDA's headers (cuda_fp16.h) are not installed.", hint=hint)
     return str(found)
 
 
