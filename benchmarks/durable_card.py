@@ -32,7 +32,7 @@ from packhorse.bench.origin import origin
 from packhorse.bench.synth import synthesize
 from packhorse.core.config import EngineConfig
 from packhorse.core.types import Request, SamplingParams
-from packhorse.core.units import GIB, MIB, round_up
+from packhorse.core.units import GIB, MIB, parse_bytes, round_up
 from packhorse.engine.engine import Engine
 from packhorse.engine.load import load_engine
 from packhorse.facts.read import read_model
@@ -60,7 +60,7 @@ class Work:
         tokens = round_up(args.tokens + ROOM, 64)
         config = EngineConfig(
             context=tokens, sequences=1, kv_tokens=tokens, kv=args.kv, device=args.device, snapshots=8,
-            store=self.folder, ram=ram, dtype=args.dtype,
+            store=self.folder, ram=ram, dtype=args.dtype, vram=args.vram,
         )  # fmt: skip
         began = time.perf_counter()
         self.loaded = load_engine(facts, config, Mute)
@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("--kv", default="fp8")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--vram", type=parse_bytes, help="cap on the card, such as 10.4GiB")
     parser.add_argument("--ram", type=int, default=2 * GIB)
     parser.add_argument("--steps", type=int, default=200, help="decode steps beside the writing")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
@@ -288,6 +289,7 @@ def main() -> None:
         }
         names = ("layers", "tokens", "kv", "dtype", "device", "ram", "steps", "folder")
         options = [f"--{name}={getattr(args, name)}" for name in names]
+        options += [] if args.vram is None else [f"--vram={args.vram}"]
         for part in ("write", "read"):
             began = time.perf_counter()
             command = [sys.executable, __file__, *options, f"--only={part}"]

@@ -305,15 +305,15 @@ def test_a_captured_step_waits_for_all_layers(sent, pinned):
     engine.close()
 
 
-@pytest.mark.parametrize("family", [HYBRID, DENSE])
-def test_slabs_are_used_again_while_copies_are_late(monkeypatch, family, sent):
+@pytest.mark.parametrize(("family", "ram"), [(HYBRID, 7 << 17), (DENSE, 3 << 19)])
+def test_slabs_are_used_again_while_copies_are_late(monkeypatch, family, ram, sent):
     """Of two prompts host memory has room for one: while one comes back the other takes its place there."""
     monkeypatch.setattr(lower, "IMAGE_BYTES", 1)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1 << 18)
     monkeypatch.setattr(slabs, "_GRAIN", 1 << 16)
     model, prompts = tiny_model(family, "fp8"), [IDS[:1290], oracle.random_ids(1290, seed=1)]
     wants = [answer(start(model, "fp8"), prompt, 3) for prompt in prompts]
-    engine = start(model, "fp8", ram=3 << 19)
+    engine = start(model, "fp8", ram=ram)
     store = engine.store
     open_sequence, below = store.open, store.lower
 

@@ -20,6 +20,8 @@ from packhorse.core.units import MIB, round_up
 
 SLAB_BYTES = 64 * MIB
 """Of a slab, about, where no image needs a larger one."""
+_MOST = 256 * MIB
+"""Of a slab: a copy must not cross from one registered segment (store/arena.py) into the next."""
 _GRAIN = 2 * MIB
 
 
@@ -55,15 +57,16 @@ class Slab(NamedTuple):
 
 class SlabPool:
     """Slabs of one size that take `capacity` bytes at most, each large enough for `largest` bytes where so many are
-    allowed. pin: a PinnedArena of so many bytes, or DoesNotFitError. quiesce: returns when no copy is on its way;
-    called before a slab goes back. pinning: False once the system has pinned less. From one thread."""
+    allowed and lie in one segment. pin: a PinnedArena of so many bytes, or DoesNotFitError. quiesce: returns when no
+    copy is on its way; called before a slab goes back. pinning: False once the system has pinned less. From one
+    thread."""
 
     def __init__(
         self, capacity: int, largest: int, pin: Callable[[int], Any], quiesce: Callable[[], None]
     ) -> None:
         most = max(1, capacity // max(SLAB_BYTES, largest + largest // 32 + _GRAIN))
         self._limit = capacity - capacity // 64  # for what images take beside their bytes: RamRecords.BOOKS
-        self.slab_bytes = self._limit // most // _GRAIN * _GRAIN
+        self.slab_bytes = min(self._limit // most, _MOST) // _GRAIN * _GRAIN
         self.pinning = self.slab_bytes > 0
         self._pin, self._quiesce = pin, quiesce
         self._slabs: list[Slab] = []
