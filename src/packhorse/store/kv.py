@@ -9,6 +9,7 @@ preempted. Used from one thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +45,8 @@ FEW_QUERIES = 1024
 """Tokens up to which a span reads several segments at once, where the store allows it: then kernels are short, and
 their number counts."""
 
+_COUNTED = ("opened", "hits", "reused_tokens", "evicted_entries", "thinned_entries", "skipped_snapshots")
+
 
 @dataclass(frozen=True)
 class StoreStats:
@@ -73,16 +76,6 @@ class LayerMemory(NamedTuple):
     misfits: Tensor | None
     conv: Tensor | None
     recurrent: Tensor | None
-
-
-@dataclass
-class _Counters:
-    opened: int = 0
-    hits: int = 0
-    reused_tokens: int = 0
-    evicted_entries: int = 0
-    thinned_entries: int = 0
-    skipped_snapshots: int = 0
 
 
 @dataclass(eq=False)
@@ -195,7 +188,7 @@ class KVStore:
         self._leaves = LeafQueue(self._tree)
         self._open: dict[int, StoredSequence] = {}
         self._clock = 0
-        self._counters = _Counters()
+        self._counters: Counter[str] = Counter()
         self._poison = poison
         if poison:
             self._tier.poison_pages(list(range(num_pages)))
@@ -244,7 +237,7 @@ class KVStore:
             entries=len(self._tree.entries),
             snapshots=self._slots.num_entries,
             open_sequences=len(self._open),
-            **vars(self._counters),
+            **{name: self._counters[name] for name in _COUNTED},
         )
 
     def layer_memory(self, layer: int) -> LayerMemory:
@@ -370,9 +363,9 @@ class KVStore:
             sequence.wanted = wanted_positions(
                 sequence.prompt_len, marks, fork, self.page_len, self.snapshot_len, sequence.position
             )
-        self._counters.opened += 1
-        self._counters.hits += sequence.cached_len > 0
-        self._counters.reused_tokens += sequence.cached_len
+        self._counters["opened"] += 1
+        self._counters["hits"] += sequence.cached_len > 0
+        self._counters["reused_tokens"] += sequence.cached_len
 
     def views(self, spans: Sequence[Span]) -> list[KVView]:
         """What each layer of the model sees during one step, by layer index; valid until `complete`.
@@ -531,7 +524,7 @@ class KVStore:
         """Forget every entry that no open sequence uses, in host memory too."""
         while (leaf := self._leaves.pop()) is not None:
             self._drop(leaf)
-            self._counters.evicted_entries += 1
+            self._counters["evicted_entries"] += 1
         if self.lower is not None:
             self.lower.ram.clear()
 
@@ -632,7 +625,7 @@ class KVStore:
         if self.geometry.is_hybrid and stop not in sequence.collected:
             gone = stop < sequence.swept
             if gone or not (self._slots.entry_available or self._reclaim_snapshot(sequence.tip, stop)):
-                self._counters.skipped_snapshots += 1
+                self._counters["skipped_snapshots"] += 1
                 return
         if self.geometry.is_hybrid:
             snapshot = self._take_snapshot(sequence, stop)
@@ -683,7 +676,7 @@ class KVStore:
             thin = thinnable(self._tree, marked=True, growing=growing, grown=grown)
         if thin is None:
             return False
-        self._counters.thinned_entries += 1
+        self._counters["thinned_entries"] += 1
         self._free_snapshot(thin)
         if thin is growing:
             thin.snapshot = None
@@ -714,7 +707,7 @@ class KVStore:
         if self.lower is not None:
             self.lower.demote(leaf)
         self._drop(leaf)
-        self._counters.evicted_entries += 1
+        self._counters["evicted_entries"] += 1
         return True
 
     def _forget(self, tip: Entry) -> None:
