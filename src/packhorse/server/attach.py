@@ -110,12 +110,8 @@ def _document(part: Mapping[str, Any], find: Find) -> Document:
 def _check(part: Mapping[str, Any], known: set[str]) -> None:
     unknown = sorted(key for key, value in part.items() if key not in known and value is not None)
     if unknown:
-        raise bad_field(
-            _FIELD,
-            f"{unknown[0]!r} of a document is not supported.",
-            "Leave it out.",
-            code="unsupported_field",
-        )
+        reason = f"{unknown[0]!r} of a document is not supported."
+        raise bad_field(_FIELD, reason, "Leave it out.", code="unsupported_field")
 
 
 def _string(part: Mapping[str, Any], name: str) -> str | None:

@@ -50,12 +50,8 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
                     raise _too_large(limit)
                 parts.append(part)
     except TimeoutError as error:
-        raise ApiError(
-            408,
-            "body_timeout",
-            f"The body did not arrive within {timeout:g} s.",
-            headers={"connection": "close"},
-        ) from error
+        message = f"The body did not arrive within {timeout:g} s."
+        raise ApiError(408, "body_timeout", message, headers={"connection": "close"}) from error
     except ClientDisconnect as error:
         raise ApiError(400, "disconnected", "The client left while it sent the body.") from error
     return b"".join(parts)

@@ -16,15 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from packhorse.core.errors import PackhorseError
-from packhorse.core.types import Event, FinishReason, Usage
+from packhorse.core.types import FinishReason, Usage
 from packhorse.engine import documents as kept
 from packhorse.engine.documents import Reading
 from packhorse.server.attach import Find, decode_file, read_upload, text_document
 from packhorse.server.body import parse_form, read_body, read_json
 from packhorse.server.errors import ApiError, bad_field
 from packhorse.server.gate import Call
+from packhorse.server.reply import progress
 from packhorse.server.schema import DocumentRequest, validate
-from packhorse.server.stream import LongResponse, ignored_header, sse_frame
+from packhorse.server.stream import sse_frame
 from packhorse.server.worker import Job, StoppedError
 from packhorse.store.documents import StoredDocument
 from packhorse.text.documents import Document
@@ -61,15 +62,7 @@ class Documents:
         document = await self.service.prepare(_document_of, asked, data)
         self.service.check_room(1)
         ingest = _Ingest(self, asked, document, call)
-        return LongResponse(
-            ingest.frames(),
-            request_id=call.id,
-            sse=bool(asked.stream),
-            keep_alive=self.service.config.keep_alive,
-            stall=self.service.config.stall,
-            on_close=ingest.close,
-            headers=ignored_header(ignored),
-        )
+        return self.service.respond(call.id, ingest.frames(), ingest.close, bool(asked.stream), ignored)
 
     async def listing(self, call: Call) -> dict[str, Any]:
         """GET /v1/documents."""
@@ -197,7 +190,8 @@ class _Ingest:
             if event.finish is not None:
                 break
             if self.asked.stream:
-                yield sse_frame(self._progress(event, time.monotonic() - began))
+                seconds = time.monotonic() - began
+                yield sse_frame({"object": "document.progress", **progress(event, seconds)})
         stored = await self._keep(reading, tenant)
         told = await self.documents.describe(stored, tenant)
         if self.asked.stream:
@@ -221,16 +215,6 @@ class _Ingest:
         )
         return await asyncio.wrap_future(future)
 
-    def _progress(self, event: Event, seconds: float) -> dict[str, Any]:
-        usage = event.usage
-        return {
-            "object": "document.progress",
-            "total": usage.prompt_len,
-            "cache": usage.cached_len,
-            "processed": event.read_len,
-            "time_ms": round(seconds * 1000),
-        }
-
     def close(self, gone: bool, error: ApiError | None) -> None:
         """The call has ended: see LongResponse.on_close."""
         self.call.code, self.call.gone = error.code if error is not None else None, gone
@@ -249,11 +233,9 @@ def _document_of(asked: DocumentRequest, data: bytes | None) -> Document:
     name = asked.name or "document"
     if data is not None:
         return read_upload(name, data)
-    return (
-        text_document(name, asked.text)
-        if asked.text is not None
-        else decode_file(name, asked.file_data or "")
-    )
+    if asked.text is not None:
+        return text_document(name, asked.text)
+    return decode_file(name, asked.file_data or "")
 
 
 def _from_form(fields: Mapping[str, str | tuple[str, bytes]]) -> tuple[dict[str, Any], bytes | None]:

@@ -109,14 +109,8 @@ class Preparer:
         """The request that reads a document, and no more. Raises what the template raises, PromptTooLongError."""
         reading = read_as_prompt(document, self.tokenizer, self.session.template, self.defaults.options)
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        request = Request(
-            f"{request_id}-document",
-            reading.token_ids,
-            params,
-            reading.marks,
-            tenant=tenant,
-            label=document.name,
-        )
+        name, ids, marks = f"{request_id}-document", reading.token_ids, reading.marks
+        request = Request(name, ids, params, marks, tenant=tenant, label=document.name)
         self.session.engine.check(request)
         return request, reading
 

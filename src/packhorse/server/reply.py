@@ -235,18 +235,11 @@ class Reply:
 
     def progress_chunk(self, event: Event, waited_s: float) -> dict[str, Any]:
         """How far the prompt has been read: the shape of llama.cpp's prompt_progress, and the time left."""
-        total, cached = event.usage.prompt_len, event.usage.cached_len
-        done, read = event.read_len, max(event.read_len - cached, 0)
-        left = None if not read else round(waited_s * (total - done) / read * 1000)
-        progress = {
-            "total": total,
-            "cache": cached,
-            "processed": done,
-            "time_ms": round(waited_s * 1000),
-            "time_left_ms": left,
-        }
+        read = max(event.read_len - event.usage.cached_len, 0)
+        to_come = event.usage.prompt_len - event.read_len
+        left = {"time_left_ms": round(waited_s * to_come / read * 1000) if read else None}
         delta = Delta(self._choices[event.request_id].index, {})
-        return {**self.chunk(delta), "prompt_progress": progress}
+        return {**self.chunk(delta), "prompt_progress": progress(event, waited_s) | left}
 
     def last_chunks(self, include_usage: bool) -> list[dict[str, Any]]:
         """What follows the last delta: the counts where they were asked for, and the report."""
@@ -260,7 +253,7 @@ class Reply:
     def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         make = self._whole_chat if self.prepared.is_chat else self._whole_text
-        choices = [make(choice) for choice in self._choices.values()]
+        choices = [{"index": c.index, **make(c), "finish_reason": c.finish} for c in self._choices.values()]
         body = {**self._head(stream=False), "choices": choices, "usage": self.usage}
         if report := self._report():
             body["packhorse"] = report
@@ -284,20 +277,10 @@ class Reply:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["tool_calls"] = choice.tool_calls
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._chat_logprobs(choice.scores),
-            "finish_reason": choice.finish,
-        }
+        return {"message": message, "logprobs": self._chat_logprobs(choice.scores)}
 
     def _whole_text(self, choice: _Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": choice.text,
-            "logprobs": self._text_logprobs(choice, choice.scores, 0),
-            "finish_reason": choice.finish,
-        }
+        return {"text": choice.text, "logprobs": self._text_logprobs(choice, choice.scores, 0)}
 
     def _head(self, *, stream: bool) -> dict[str, Any]:
         kind = "chat.completion" if self.prepared.is_chat else "text_completion"
@@ -306,3 +289,9 @@ class Reply:
         prefix = "chatcmpl-" if self.prepared.is_chat else "cmpl-"
         name = prefix + self.id.removeprefix("req-")
         return {"id": name, "object": kind, "created": self.created, "model": self.model}
+
+
+def progress(event: Event, seconds: float) -> dict[str, Any]:
+    """How far a prompt has been read after so many seconds."""
+    counts = {"total": event.usage.prompt_len, "cache": event.usage.cached_len, "processed": event.read_len}
+    return counts | {"time_ms": round(seconds * 1000)}

@@ -119,12 +119,8 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raises ApiError where it is another model."""
         if name not in (self.name, self.model):
-            raise ApiError(
-                404,
-                "model_not_found",
-                f"There is no model {name[:200]!r} here; {self.name!r} is served.",
-                param="model",
-            )
+            message = f"There is no model {name[:200]!r} here; {self.name!r} is served."
+            raise ApiError(404, "model_not_found", message, param="model")
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -197,15 +193,21 @@ class Service:
         self, asked: ChatRequest | CompletionRequest, call: Call, prepare: Prepare, **options: bool
     ) -> Response:
         answer = _Answer(self, asked, call)
-        return LongResponse(
-            answer.frames(prepare, options),
-            request_id=call.id,
-            sse=bool(asked.stream),
-            keep_alive=self.config.keep_alive,
-            stall=self.config.stall,
-            on_close=answer.close,
-            headers=ignored_header(call.more["ignored"] or []),
-        )
+        frames, ignored = answer.frames(prepare, options), call.more["ignored"] or []
+        return self.respond(call.id, frames, answer.close, bool(asked.stream), ignored)
+
+    def respond(
+        self,
+        request_id: str,
+        frames: AsyncGenerator[bytes],
+        on_close: Callable[[bool, ApiError | None], None],
+        sse: bool,
+        ignored: list[str],
+    ) -> LongResponse:
+        """See LongResponse. ignored: fields of the request."""
+        config, headers = self.config, ignored_header(ignored)
+        how: dict[str, Any] = {"sse": sse, "keep_alive": config.keep_alive, "stall": config.stall}
+        return LongResponse(frames, request_id=request_id, on_close=on_close, headers=headers, **how)
 
 
 class _Answer:

@@ -55,20 +55,8 @@ def delta_rule(
     for start in range(0, length, DELTA_SPAN_LEN):
         rows = slice(start, start + DELTA_SPAN_LEN)
         tokens = min(DELTA_SPAN_LEN, length - start)
-        launch(
-            intra,
-            (ceil_div(tokens, CHUNK_LEN), heads),
-            256,
-            mixed[rows],
-            g[rows],
-            beta[rows],
-            scratch,
-            tokens,
-            stride,
-            num_k_heads,
-            heads,
-            device=mixed.device,
-        )
+        args = (mixed[rows], g[rows], beta[rows], scratch, tokens, stride, num_k_heads, heads)
+        launch(intra, (ceil_div(tokens, CHUNK_LEN), heads), 256, *args, device=mixed.device)
         grid = (v_dim // _SLICE, heads)
         launch(walk, grid, 128, scratch, state, out[rows], tokens, heads, device=mixed.device)
     return out

@@ -38,16 +38,5 @@ def residual_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, add: Tenso
     hidden = x.shape[1]
     assert hidden % 4 == 0 and hidden <= MAX_HIDDEN and x.is_contiguous() and out.is_contiguous()
     assert add is None or (add.dtype == torch.float32 and add.is_contiguous())
-    launch(
-        variant(out.dtype),
-        (x.shape[0],),
-        256,
-        x,
-        add,
-        weight,
-        out,
-        eps,
-        hidden // 4,
-        device=x.device,
-        overlap=True,
-    )
+    args = (x, add, weight, out, eps, hidden // 4)
+    launch(variant(out.dtype), (x.shape[0],), 256, *args, device=x.device, overlap=True)
