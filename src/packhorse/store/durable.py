@@ -393,8 +393,10 @@ class DurableStore:
 
     def _thin_old(self, limit: int) -> None:
         """`thin` the longer unused half of the prefixes further, once each, until `limit` is kept."""
-        query = "SELECT id FROM prefixes ORDER BY used LIMIT (SELECT count(*) / 2 FROM prefixes)"
-        old = [number for (number,) in self.query(query) if number not in self._thinned]
+        half = "(SELECT count(*) / 2 FROM prefixes)"
+        models = "(SELECT DISTINCT model FROM records WHERE kind = 'state')"
+        rows = self.query(f"SELECT id FROM prefixes WHERE model IN {models} ORDER BY used LIMIT {half}")
+        old = [number for (number,) in rows if number not in self._thinned]
         for number in old[:OLD_AT_ONCE]:
             if self._held() + self._index_bytes() <= limit:
                 return
