@@ -16,6 +16,8 @@ from packhorse.text.tokenizer import Tokenizer
 from smollm2 import smollm2
 
 TOKENS = 1024
+SOME = 512
+"""Of these, where values are compared one by one: fp32 needs no more for a mean."""
 
 
 def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
@@ -49,22 +51,22 @@ def model():
 
 @pytest.fixture(scope="module")
 def unpacked(model, ids) -> torch.Tensor:
-    """Logits of that model."""
-    return one_pass(model, ids)
+    """Logits of that model for the first SOME tokens."""
+    return one_pass(model, ids[:SOME])
 
 
 def test_perplexity_and_greedy_tokens_are_those_of_transformers(theirs, ids, model, unpacked):
     with torch.inference_mode():
-        want = theirs(torch.tensor([ids])).logits[0]
+        want = theirs(torch.tensor([ids[:SOME]])).logits[0]
     got = unpacked
     assert float((got - want).abs().max() / want.abs().max()) < 1e-4
-    assert perplexity(got, ids) == pytest.approx(perplexity(want, ids), rel=1e-4)
+    assert perplexity(got, ids[:SOME]) == pytest.approx(perplexity(want, ids[:SOME]), rel=1e-4)
     # Through the engine, in chunks: the tokens that transformers' own generate gives.
-    prompt = ids[:700]
+    prompt = ids[:350]
     out = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0, eos_token_id=None
     )
-    tokens, _ = ask(make_engine(model, chunk_len=256, num_pages=24), prompt, max_tokens=32)
+    tokens, _ = ask(make_engine(model, chunk_len=128, num_pages=24), prompt, max_tokens=32)
     assert tokens == out[0, len(prompt) :].tolist()
 
 
@@ -115,8 +117,8 @@ def test_packed_bits_give_the_same_perplexity(ids, unpacked):
     """Without a copy in 16 bits: in fp32 to the digits; in bf16, torch's int4 product with its bf16 scales, within
     0.05 %, which is what bf16 itself moves it by."""
     facts = read_model(smollm2())
-    got = one_pass(load_model(facts, open_checkpoint(facts), dtype=torch.float32, packed=True), ids[:512])
-    assert perplexity(got, ids[:512]) == pytest.approx(perplexity(unpacked[:512], ids[:512]), rel=1e-6)
+    got = one_pass(load_model(facts, open_checkpoint(facts), dtype=torch.float32, packed=True), ids[:SOME])
+    assert perplexity(got, ids[:SOME]) == pytest.approx(perplexity(unpacked, ids[:SOME]), rel=1e-6)
     found = {}
     for packed in (True, False):
         model = load_model(facts, open_checkpoint(facts), dtype=torch.bfloat16, packed=packed)
