@@ -116,7 +116,7 @@ def test_every_boundary_length(family, exact):
     want = one_pass(model, IDS[:900])
     num_units = 0
     for n in boundary_lengths():
-        engine = engine_of(model)
+        engine = engine_of(model, num_pages=n // PAGE + 4, snapshots=8)
         _, event = ask(engine, IDS[:n])
         check(engine.runner.logits["r", n - 1], want[n - 1], exact, f"length {n}")
         num_units += engine.sweeper.num_units
