@@ -383,6 +383,17 @@ def test_the_quota_holds_and_the_oldest_goes_first(tmp_path):
     assert store.counters["evicted_records"] > 60
 
 
+def test_room_is_made_where_prefixes_cannot_be_read(tmp_path):
+    """Which states old ones can do without is not known then."""
+    store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB)
+    for table in ("documents", "prefixes"):
+        store._writer.execute(f"DROP TABLE {table}")
+    for n in range(0, 180, 3):
+        assert store.write(model, [numbers.image(n, 300_000)]), store.trouble
+    assert store.counters["evicted_records"] > 5 and store.counters["index_errors"] > 5
+    check_found(store, 177, 300_000)
+
+
 def test_more_than_the_quota_is_refused_whole(tmp_path):
     store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB)
     store.write(model, [numbers.image(0)])
@@ -541,9 +552,7 @@ def test_another_layout(tmp_path, layout, served):
             numbers.open_store(tmp_path / "s")
     store.close()
     if not served:
-        with pytest.raises(
-            RefusedError, match=f"of layout {LAYOUT + 1}, and this is {LAYOUT}"
-        ):
+        with pytest.raises(RefusedError, match=f"of layout {LAYOUT + 1}, and this is {LAYOUT}"):
             numbers.open_store(tmp_path / "s")
         return
     store, model = numbers.open_store(tmp_path / "s")

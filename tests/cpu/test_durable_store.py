@@ -14,9 +14,11 @@ import pytest
 import store_model as model
 from packhorse.core.units import MIB
 from packhorse.store import lower
+from packhorse.store.documents import NewDocument, add_document
 from packhorse.store.durable import DurableStore, wipe
 from packhorse.store.files import FileSystem
 from packhorse.store.kv import KVStore
+from packhorse.store.prefix import encode_tokens
 
 KINDS = {"dense": {}, "hybrid": {"hybrid": True}, "exact": {"hybrid": True, "exact": True}}
 SEED = b"of this model"
@@ -501,6 +503,19 @@ def test_ends_forks_documents_and_pins_stay(tmp_path):
     assert run(store, [*start, *tokens(4, 51), 7], keep=False) == 32
     assert run(store, [*start[:14], 5, 5, 5], keep=False) == 12
     assert run(store, [*end, 5], keep=False) >= len(end) - 4
+
+
+def test_a_documents_end_stays_where_a_chat_leaves_it_within_a_page(tmp_path):
+    """Another version of it, say: what of a document fills no page is in no chain."""
+    store = make(tmp_path / "s", "hybrid", num_pages=400, snapshots=100)
+    disk, model_number = store.lower.disk, store.lower.model
+    start = talk(store, 3)
+    root, ids = disk.prefixes()[0].root, encode_tokens([*start[:16], 999, 999])
+    add_document(disk, model_number, NewDocument(root, b"o" * 32, "hut", "text", (), ids))
+    talk(store, 45, seed=100, said=start)
+    held = set(states_on_disk(store))
+    assert 16 in held and not {8, 24} & held
+    store.close_tiers()
 
 
 def test_old_prefixes_lose_more_states_before_anything_goes_whole(tmp_path, monkeypatch):

@@ -364,15 +364,17 @@ class DurableStore:
 
     def _pin_again(self, model: int, root: bytes, tokens: bytes) -> None:
         """Pin what was read again, after damage, of pinned prefixes that a chain covers."""
-        pages = f"length(tokens) / {self.page_bytes(model)} * {self.page_bytes(model)}"
-        covered = f"pinned AND root = ? AND substr(tokens, 1, {pages}) = substr(?, 1, {pages})"
-        held = {
-            record.id
-            for prefix in self.prefixes(covered, (root, tokens))
-            for record in self.records_of(prefix)
-        }
+        pinned = [prefix for prefix in self._covered(model, root, tokens) if prefix.pinned]
+        held = {record.id for prefix in pinned for record in self.records_of(prefix)}
         with self.transaction() as write:
             write.executemany("UPDATE records SET pinned = 1 WHERE id = ?", [(number,) for number in held])
+
+    def _covered(self, model: int, root: bytes, tokens: bytes) -> list[Prefix]:
+        """Prefixes whose whole pages a chain begins with: what else a document has stands in no page."""
+        pages = f"length(tokens) / {self.page_bytes(model)} * {self.page_bytes(model)}"
+        return self.prefixes(
+            f"root = ? AND substr(tokens, 1, {pages}) = substr(?, 1, {pages})", (root, tokens)
+        )
 
     def thin(self, model: int, root: bytes, tokens: bytes, share: int = THINNING) -> None:
         """Delete what few tokens of a chain would be read again for: see `thinned`. Where others leave it, where
@@ -383,8 +385,8 @@ class DurableStore:
         walked, page_bytes = self.walk(model, root, tokens), self.page_bytes(model)
         states = self.states(walked.keys)
         at = {page: states[key] for page, key in enumerate(walked.keys) if key in states}
-        ends = self.prefixes("root = ? AND tokens = substr(?, 1, length(tokens))", (root, tokens))
-        stays = walked.forks.union(len(prefix.tokens) // page_bytes for prefix in ends)
+        ends = [len(prefix.tokens) // page_bytes for prefix in self._covered(model, root, tokens)]
+        stays = walked.forks.union(ends)
         doomed = [at[page].id for page in thinned(sorted(at), stays, share)]
         query = f"SELECT id, model, file FROM records WHERE NOT pinned AND id IN ({_marks(len(doomed))})"
         if rows := self.query(query, doomed):
@@ -623,7 +625,7 @@ class DurableStore:
         states that old prefixes can do without."""
         try:
             self._thin_old(limit)
-        except (KeyError, TypeError, ValueError) as error:  # rows that are damaged
+        except (sqlite3.Error, KeyError, TypeError, ValueError) as error:  # rows of prefixes that are damaged
             self._complain(error)
         while self._held() + self._index_bytes() > limit:
             rows = self._writer.execute(
