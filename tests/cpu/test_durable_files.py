@@ -383,6 +383,24 @@ def test_the_quota_holds_and_the_oldest_goes_first(tmp_path):
     assert store.counters["evicted_records"] > 60
 
 
+def test_who_has_found_what_goes_meanwhile(tmp_path):
+    """Learns that it has gone, unless its file alone has; and lets be what has its number by then."""
+    store, model = numbers.open_store(tmp_path / "s")
+    assert store.write(model, [numbers.image(0)])
+    found = numbers.find(store, 0)
+    store.drop(found)
+    assert store.write(model, [numbers.image(1)]) and numbers.find(store, 1).id == found.id
+    with pytest.raises(UnreadableError) as caught:
+        store.read(found)
+    assert caught.value.reason == "gone"
+    store.drop(found)
+    check_found(store, 1)
+    files_of(tmp_path / "s")[0].unlink()
+    with pytest.raises(UnreadableError) as caught:
+        store.read(numbers.find(store, 1))
+    assert caught.value.reason == "missing"
+
+
 def test_room_is_made_where_prefixes_cannot_be_read(tmp_path):
     """Which states old ones can do without is not known then."""
     store, model = numbers.open_store(tmp_path / "s", quota=16 * MIB)

@@ -180,7 +180,11 @@ class DurableStore:
         try:
             buffer = self._read_file(record, into)
         except OSError as error:
-            raise UnreadableError("missing" if error.errno == errno.ENOENT else "io_error") from error
+            if error.errno != errno.ENOENT:
+                raise UnreadableError("io_error") from error
+            # Its row goes first: who has found it before may come too late.
+            there = self._select("file = ?", [record.file], gone=True)
+            raise UnreadableError("missing" if there else "gone") from error
         if zlib.crc32(memoryview(buffer)[: record.num_bytes]) != record.crc:
             raise UnreadableError("checksum")
         image = Image.parse(buffer, record.num_bytes)
@@ -646,7 +650,9 @@ class DurableStore:
         """Delete records, by number, model and file, and prefixes, by number."""
         with self.transaction() as write:
             write.executemany("DELETE FROM prefixes WHERE id = ?", [(number,) for number in prefixes])
-            write.executemany("DELETE FROM records WHERE id = ?", [(number,) for number, _, _ in rows])
+            # Numbers of rows come again: of one that was found earlier another record may have it now.
+            gone = [(number, file) for number, _, file in rows]
+            write.executemany("DELETE FROM records WHERE id = ? AND file = ?", gone)
         self.files.reached("row deleted")
         for _, model, file in rows:
             with suppress(FileNotFoundError):
