@@ -65,7 +65,7 @@ def test_what_is_short_is_written_when_it_comes_again_or_is_a_documents(tmp_path
     part = {"type": "document", "title": "hut.txt", "source": {"type": "text", "data": short}}
     with servers.scripted(engine=engine(tmp_path / "s")) as live:
         for question, records in (("How many? " * 9, 0), ("Who is it? " * 9, 1)):
-            assert cached(live, "", messages=[{"role": "user", "content": short + question}]) >= 0
+            cached(live, "", messages=[{"role": "user", "content": short + question}])
             live.wait(lambda: figure(live, "packhorse_store_held", "backlog_bytes") == 0)
             assert (figure(live, "packhorse_store_held", "disk_records") > 0) is (records > 0)
         assert figure(live, "packhorse_store_total", "skipped_once") == 1
