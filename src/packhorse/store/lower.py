@@ -294,12 +294,10 @@ class LowerTiers:
         for piece, image in zip(found.pieces, images, strict=False):
             _, skip, count = found.wanted(piece, held)
             parts.append((image, range(skip, skip + count)))
-        if found.state is not None:  # before the pages: the first layers need it
-            with self._sending(None):
-                transfer.load_state(images[-1], self._tier, slot, wait=False)
-            self._join()
+        state = found.state and partial(transfer.load_state, images[-1], self._tier, slot, wait=False)
+        then = partial(self._count_load, found, held)
         took = partial(self._count_seconds, self.ram, sum(image.record.num_bytes for image in images))
-        restore.begin(parts, page_ids[held : found.num_pages], partial(self._count_load, found, held), took)
+        restore.begin(state, parts, page_ids[held : found.num_pages], then, took)
         self.counters["restored_pinned_bytes"] += sum(i.record.num_bytes - i.own_bytes for i in images)
         return found.num_pages
 

@@ -50,10 +50,12 @@ class LayerRestore:
         self._error: BaseException | None = None
         self._then: Told = lambda: None
 
-    def begin(self, parts: Sequence[Part], page_ids: Sequence[int], then: Told, took: Told) -> None:
+    def begin(
+        self, first: Told | None, parts: Sequence[Part], page_ids: Sequence[int], then: Told, took: Told
+    ) -> None:
         """Copy pages of images into `page_ids`, one id for each of them; they have arrived when `arrive` says so.
-        then: called by `settle` when all were sent. took: called by some thread with the seconds the card took for
-        them, when they have arrived, or never."""
+        first: sends what the first layers need already. then: called by `settle` when all were sent. took: called by
+        some thread with the seconds the card took for all of it, when it has arrived, or never."""
         assert not self._coming
         ends = accumulate(len(pages) for _, pages in parts)
         placed = [(part, page_ids[end - len(part[1]) : end]) for part, end in zip(parts, ends, strict=True)]
@@ -63,13 +65,17 @@ class LayerRestore:
         self._then = then
         self._staging.begin()
         began = self._staging.mark()
+        if first is not None:
+            with self._staging.sending():
+                first()
+            self._staging.join()
         for layer in self._tier.geometry.full_layers:
             arrived = self._staging.mark()
             sent = [self._readers.submit(self._send, layer, *batch, arrived) for batch in batches]
             self._coming.append(_Layer(layer, sent, arrived))
             with self._staging.sending(arrived):
-                for image, first, ids in direct:
-                    transfer.load_pages(image, first, self._tier, ids, [layer], wait=False)
+                for image, start, ids in direct:
+                    transfer.load_pages(image, start, self._tier, ids, [layer], wait=False)
         self._readers.submit(self._time, began, list(self._coming), took)
 
     def arrive(self, layer: int | None = None) -> None:
