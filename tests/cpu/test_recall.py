@@ -448,7 +448,7 @@ def test_command_prints_a_summary_and_writes_both_files(tmp_path, capfd):
     assert {record["length"] for record in read_report(report)["records"]} == {256, 512}
 
 
-def test_command_compares_features_and_climbs(capfd):
+def test_command_compares_features_and_climbs(tmp_path, capfd):
     model = ["--dtype", "fp32", "--threads", "1", "--offline", str(ASSETS / "recall-dense")]
     grid = ["recall", "--tasks", "multi_key", "--lengths", "256", "--depths", "1", "--n", "1"]
     assert main.run(["verify", *grid, "--compare", "kv=fp8", "--compare", "reuse", *model, "--json"]) == 0
@@ -463,17 +463,26 @@ def test_command_compares_features_and_climbs(capfd):
         "device=cpu",
         "exact=false",
         "page_len=64",
-        "chunk_len=1024",
         "kv=fp8,page_len=64",
     ):
         assert main.run(["verify", *grid, "--compare", same, *model]) == 2
         setting, value = same.split(",")[-1].split("=")
         said = f"--compare {same} would change nothing: without it {setting} is {value} too"
         assert said in capfd.readouterr().err
+    assert main.run(["verify", *grid, "--lengths", "1100", "--compare", "chunk_len=1024", *model]) == 2
+    assert "without it chunk_len is 1024 too" in capfd.readouterr().err
     assert main.run(["verify", *grid, "--compare", "kv=bf16", "--kv", "bf16", *model]) == 2
     assert "without it kv is bf16 too" in capfd.readouterr().err
-    assert main.run(["verify", *grid, "--compare", "chunk_len=2048", *model]) == 2
-    assert "was not at work in any of 1 sample" in capfd.readouterr().err
+    html = ["--html", str(tmp_path / "r.html")]
+    idle = ["verify", *grid, "--compare", "page_len=512", "--compare", "kv=fp8", *html, *model]
+    assert main.run(idle) == 2
+    printed = capfd.readouterr()
+    assert "page_len=512 was not at work in any of 1 sample" in printed.err
+    assert "100.0%" in printed.out and "kv=fp8: right 1 of 1" in printed.out
+    assert "kv=fp8" in Path(html[1]).read_text()
+    assert main.run([*idle, "--json"]) == 2
+    error = json.loads(capfd.readouterr().out)["error"]
+    assert "page_len=512" in error["reason"] and error["summary"][0]["right"] == 1
     assert main.run(["verify", "ladder", "--context", "1536", *model]) == 0
     title, row = capfd.readouterr().out.splitlines()
     assert main.run(["verify", "ladder", "--context", "500", *model]) == 2
@@ -482,9 +491,18 @@ def test_command_compares_features_and_climbs(capfd):
     assert title.split()[0] == "tokens" and row.split()[0] == "1,024" and row.endswith("found")
 
 
-def test_command_refuses_before_it_loads(capfd):
+def test_command_refuses_before_it_loads(tmp_path, capfd):
     model = str(ASSETS / "recall-dense")
+    earlier = Report(tmp_path / "c.json", {"density": None, "haystack": None})
+    earlier.add(record("single", 0, True))
+    earlier.save()
+    against = ["--depths", "1", "--against", str(earlier.path)]
     for args, message in (
+        ([*against, "--seed", "1"], "no sample in common"),
+        ([*against, "--density", "3"], "report has density None, and this run 3.0: they share no sample"),
+        ([*against, "--haystack", str(ASSETS)], "report has haystack None, and this run"),
+        (["--compare", "chunk_len=4096"], "chunk_len=4096 would never be at work: a chunk of 4,096 tokens"),
+        (["--compare", "chunk_len=many"], "'chunk_len=many' is nothing that can be compared"),
         (["--lengths", "4k"], "--lengths is '4k'"),
         (["--depths", "0"], "--depths is 0"),
         (["--tasks", "nope"], "no task 'nope'"),
@@ -494,6 +512,9 @@ def test_command_refuses_before_it_loads(capfd):
         err = capfd.readouterr().err
         assert message in err
         assert "planned" not in err
+    chunks = ["--lengths", "4096,4097", "--compare", "chunk_len=4096"]
+    assert main.run(["verify", "recall", "no-such-model", "--offline", *against, *chunks]) == 2
+    assert "no folder or file 'no-such-model'" in capfd.readouterr().err
     stray = [
         "--html",
         "x.html",

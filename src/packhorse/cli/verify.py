@@ -120,8 +120,8 @@ def command(
             raise UsageError(f"A store's verification takes no {names}.", hint=f"Leave out {names}.")
         run_store(Path(model), json)
         return
-    from packhorse.verify.compare import Feature, check_differs, parse_changes  # imports torch
-    from packhorse.verify.recall import ANSWER_ROOM, Asker
+    from packhorse.verify.compare import Feature, check_differs, check_reached, parse_changes  # imports torch
+    from packhorse.verify.recall import ANSWER_ROOM, Asker, check_shared, read_report
 
     grid = make_grid(tasks, lengths, depths, n, languages, density, seed)
     sentences = None if haystack is None else read_haystack(haystack)
@@ -130,6 +130,11 @@ def command(
         raise UsageError(f"A ladder takes no {names}.", hint=f"Leave out {names}, or verify recall.")
     common.check_file(report)
     common.check_file(html)
+    if report is not None and report.exists():
+        read_report(report)
+    earlier = None if against is None else read_report(against)
+    if earlier is not None:
+        check_shared(earlier, grid, haystack)
     if context is None and what is What.RECALL:
         context = max(grid.lengths) + ANSWER_ROOM
     config = EngineConfig(
@@ -137,6 +142,8 @@ def command(
         exact=exact, threads=threads,
     )  # fmt: skip
     changes = {name: parse_changes(name) for name in compare or ()}
+    for name, changed in changes.items():
+        check_reached(name, changed, max(grid.lengths))
     configs = {name: replace(config, **changed) for name, changed in changes.items()}
 
     def open_asker(config: EngineConfig) -> Asker:
@@ -152,7 +159,7 @@ def command(
     for name in changes:
         check_differs(name, changes[name], asker)
     features = [Feature(name, changes[name], open_asker(configs[name])) for name in configs]
-    run_recall(asker, grid, haystack, report, html, against, features, json)
+    run_recall(asker, grid, haystack, report, html, earlier, features, json)
 
 
 def make_grid(
@@ -180,16 +187,16 @@ def run_recall(
     haystack: Path | None,
     report_file: Path | None,
     html: Path | None,
-    against: Path | None,
+    earlier: dict[str, Any] | None,
     features: list[Feature],
     as_json: bool,
 ) -> None:
-    """Ask the grid, then print the summary and write the files."""
+    """Ask the grid, then print the summary and write the files. Raises UsageError, after these, where a feature never
+    was at work."""
     from packhorse.verify.compare import ask_pairs
-    from packhorse.verify.recall import Report, compare, read_report, run_grid, settings_of, trial_key
+    from packhorse.verify.recall import Report, compare, run_grid, settings_of, trial_key
     from packhorse.verify.report import render_html
 
-    earlier = None if against is None else read_report(against)["records"]
     names = [feature.name for feature in features]
     report = Report(report_file, settings_of(asker.session, grid, haystack, names))
     for feature in features:
@@ -203,15 +210,24 @@ def run_recall(
     run_grid(asker, grid, report, progress(), lambda sample: ask_pairs(asker, features, sample))
     report.records = [record for record in report.records if trial_key(record) in asked]
     document = report.document()
-    comparison = None if earlier is None else compare(report.records, earlier)
-    rows = [feature.row(report.records) for feature in features]
-    _print(document, comparison, against, rows, as_json)
+    comparison = None if earlier is None else compare(report.records, earlier["records"])
+    rows, idle = [], None
+    for feature in features:
+        try:
+            rows.append(feature.row(report.records))
+        except UsageError as error:
+            idle = error
+    if idle is None or not as_json:  # else the error is the one document
+        _print(document, comparison, rows, as_json)
     common.write_file(html, render_html(document, comparison, rows))
+    if idle is not None:
+        idle.facts["summary"] = document["summary"]
+        raise idle
 
 
 def _print(
-    document: dict[str, Any], comparison: Comparison | None, against: Path | None, rows: Sequence[Any], as_json: bool
-) -> None:  # fmt: skip
+    document: dict[str, Any], comparison: Comparison | None, rows: Sequence[Any], as_json: bool
+) -> None:
     """The summary, the comparison with an earlier report, and the features."""
     if as_json:
         more: dict[str, Any] = {} if comparison is None else {"comparison": asdict(comparison)}
@@ -226,7 +242,7 @@ def _print(
         )
     if comparison is not None:
         print(
-            f"against {against}: {comparison.pairs} pairs, {comparison.only_first} right here alone, "
+            f"against the earlier report: {comparison.pairs} pairs, {comparison.only_first} right here alone, "
             f"{comparison.only_second} there alone, McNemar p {comparison.p:.3g}"
         )
     for row in rows:

@@ -54,13 +54,25 @@ def parse_changes(text: str) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for part in () if text == REUSE else text.split(","):
         name, _, value = part.partition("=")
-        if name not in COMPARED or not value:
+        number = name in ("chunk_len", "page_len")
+        if name not in COMPARED or not value or (number and not value.isdecimal()):
             raise UsageError(
                 f"{part!r} is nothing that can be compared.",
                 hint=f"Give {REUSE}, or FIELD=VALUE with one of {', '.join(COMPARED)}.",
             )
-        changes[name] = value == "true" if name == "exact" else int(value) if value.isdigit() else value
+        changes[name] = value == "true" if name == "exact" else int(value) if number else value
     return changes
+
+
+def check_reached(name: str, changes: Mapping[str, Any], longest: int) -> None:
+    """Raises UsageError where a feature's chunks end behind prompts of `longest` tokens: it never is at work."""
+    chunk_len = changes.get("chunk_len", 0)
+    if chunk_len >= longest:
+        raise UsageError(
+            f"--compare {name} would never be at work: a chunk of {chunk_len:,} tokens holds all of a prompt of "
+            f"{longest:,}.",
+            hint="Give --lengths more tokens, or a smaller chunk_len.",
+        )
 
 
 def settings_in_use(asker: Asker) -> dict[str, Any]:

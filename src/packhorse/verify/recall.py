@@ -212,16 +212,33 @@ class Report:
 def read_report(path: Path) -> dict[str, Any]:
     """A report file. Raises CorruptFileError where it is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
         if found["format"] != "packhorse-recall" or found["version"] != VERSION:
-            raise ValueError(f"it is {found['format']} version {found['version']}")
+            raise ValueError
+        found["settings"] = dict(found["settings"])
         for record in found["records"]:
             trial_key(record)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         raise CorruptFileError(
-            f"{path} is no recall report that can be read: {error}.", hint="Delete it or name another file."
+            f"{path} cannot be read: {error.strerror}.", hint="Check the path and its permissions."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFileError(
+            f"{path} is no recall report of version {VERSION}.", hint="Name another file."
         ) from error
     return dict(found)
+
+
+def check_shared(earlier: dict[str, Any], grid: Grid, haystack: Path | None) -> None:
+    """Raises UsageError where a report that was read holds no sample of the grid: nothing could be compared."""
+    for name, ours in (("density", grid.density), ("haystack", None if haystack is None else str(haystack))):
+        if (theirs := earlier["settings"].get(name)) != ours:
+            raise UsageError(
+                f"The earlier report has {name} {theirs!r}, and this run {ours!r}: they share no sample.",
+                hint=f"Run both with the same --{name}.",
+            )
+    if not {trial_key(trial) for trial in grid.trials()} & {trial_key(r) for r in earlier["records"]}:
+        raise _no_shared()
 
 
 def run_grid(
@@ -316,13 +333,17 @@ def compare(first: Iterable[Record], second: Iterable[Record]) -> Comparison:
     others = {trial_key(r): bool(r["right"]) for r in second}
     pairs = [(bool(r["right"]), others[trial_key(r)]) for r in first if trial_key(r) in others]
     if not pairs:
-        raise UsageError(
-            "The two reports have no sample in common.",
-            hint="Run both with the same tasks, lengths and seed.",
-        )
+        raise _no_shared()
     one = sum(a and not b for a, b in pairs)
     two = sum(b and not a for a, b in pairs)
     return Comparison(len(pairs), sum(a and b for a, b in pairs), one, two, mcnemar(one, two))
+
+
+def _no_shared() -> UsageError:
+    return UsageError(
+        "The two reports have no sample in common.",
+        hint="Run both with the same tasks, languages, lengths, depths and seed.",
+    )
 
 
 def mcnemar(one: int, two: int) -> float:

@@ -17,14 +17,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from packhorse.core.errors import RefusedError
-from packhorse.core.units import MIB
+from packhorse.core.errors import DoesNotFitError, RefusedError
+from packhorse.core.units import MIB, format_bytes
 from packhorse.store.durable import DurableStore
-from packhorse.store.files import ENDED, STEPS, Faults
+from packhorse.store.files import ENDED, STEPS, Faults, FileSystem
 from packhorse.store.records import Image, Kind, Record, UnreadableError
 
 SIZE = 400_000
 """Bytes of what a record holds."""
+NEEDED = 4 * MIB
+"""Bytes of the disk that one trial's store, of four records and an index, has to find free; it takes half of that."""
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "short reads and writes": ({"short": True}, "served, kept"),
     "slow disk": ({"delay": 0.1}, "served, kept"),
@@ -40,8 +42,9 @@ again."""
 
 
 def try_faults(folder: Path) -> Iterator[dict[str, Any]]:
-    """Inject each fault into a store of its own in a folder below this one, which is deleted in the end: what was
-    injected, expected and happened, and whether that is the same. Raises RefusedError where it cannot be written to."""
+    """Inject each fault into a store of its own in a folder below this one, which is deleted then: what was injected,
+    expected and happened, and whether that is the same. Raises RefusedError where it cannot be written to, and
+    DoesNotFitError where less than NEEDED bytes are free, before the first fault or after one."""
     trials: dict[str, tuple[Callable[[Path], str], str]] = {
         **{
             name: (partial(_fail, faults), f"{wanted}; well again")
@@ -50,18 +53,26 @@ def try_faults(folder: Path) -> Iterator[dict[str, Any]]:
         **{f"crash: {step}": (partial(_crash, step), "nothing lost, nothing left") for step in STEPS},
     }
     try:
-        with tempfile.TemporaryDirectory(prefix="verify-store-", dir=folder) as below:
-            for number, (name, (trial, expected)) in enumerate(trials.items()):
-                happened = trial(Path(below) / str(number))
-                yield {
-                    "fault": name,
-                    "expected": expected,
-                    "happened": happened,
-                    "passed": happened == expected,
-                }
+        _check_free(folder)
+        for name, (trial, expected) in trials.items():
+            with tempfile.TemporaryDirectory(prefix="verify-store-", dir=folder) as below:
+                happened = trial(Path(below))
+            _check_free(folder)  # what others took meanwhile is no fault of the disk's
+            yield {"fault": name, "expected": expected, "happened": happened, "passed": happened == expected}
     except OSError as error:
         reason = f"{folder} cannot be used: {error.strerror or error}."
         raise RefusedError(reason, hint="Give a folder on a local disk that you may write to.") from error
+
+
+def _check_free(folder: Path) -> None:
+    free = FileSystem().free_bytes(folder)
+    if free < NEEDED:
+        raise DoesNotFitError(
+            f"The trials need {format_bytes(NEEDED)} of the disk of {folder}, and {format_bytes(free)} are free.",
+            asked=NEEDED,
+            available=free,
+            hint="Make room there, or give a folder on another disk.",
+        )
 
 
 @contextmanager
