@@ -400,6 +400,19 @@ def test_verify_store_fails_where_damage_is_believed(tmp_path, capsys, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("free", "num_rows"), [([2 << 20], 0), ([8 << 20, 8 << 20, 3 << 20], 1)])
+def test_verify_store_wants_room(tmp_path, capsys, monkeypatch, free, num_rows):
+    """Nothing is called lost where the disk was full, as before the trials or by somebody else after one."""
+    seen = iter(free)
+    monkeypatch.setattr("packhorse.verify.store.FileSystem.free_bytes", lambda *_: next(seen))
+    monkeypatch.setattr("packhorse.verify.store._fail", lambda faults, folder: "LOST, OR LEFT SOMETHING")
+    assert cli.run(["verify", "store", str(tmp_path)]) == 3
+    told = capsys.readouterr()
+    assert f"need 4.00 MiB of the disk of {tmp_path}, and {free[-1] >> 20}.00 MiB are free" in told.err
+    assert "Make room there" in told.err and len(told.out.splitlines()) == num_rows
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [(["/nonexistent"], "is no folder"), ([".", "--as-arch", "75", "--offline"], "--as-arch, --offline")],

@@ -145,7 +145,7 @@ class DurableStore:
             self.close()
             raise RefusedError(
                 f"The store {folder} cannot be used: {error.strerror or error}.",
-                hint="Give --store a folder on a local disk that you may write to.",
+                hint="Give a folder on a local disk that has room and that you may write to.",
             ) from error
         except BaseException:
             self.close()
