@@ -188,9 +188,14 @@ def test_short_documents_are_kept_as_text(tmp_path):
         ({}, "file", "0 documents were given"),
         ({"text": "x", "file_data": "eA=="}, "file", "2 documents were given"),
         ({"text": "  "}, "file", "is empty"),
+        ({"text": "", "name": "a.txt"}, "file", "The document a.txt is empty"),
+        ({"text": "a\0b", "name": "b.pdf"}, "file", "b.pdf looks like a binary file"),
+        ({"text": "x", "store": False}, "store", "Send it in a message of a chat"),
+        ({"file_data": "TVoAAA==", "name": "t.exe"}, "file", "t.exe looks like a binary file"),
         ({"file_data": "!!"}, "file_data", "is no base64"),
         ({"name": "x.pdf", "file_data": "eA=="}, "file", "cannot be read as a PDF"),
-        ({"text": TEXT * 4}, "messages", "maximum context length is 4096"),
+        ({"text": TEXT * 4}, "file", "maximum context length is 4096"),
+        ({"text": TEXT * 4}, "file", "Or split the document"),
         (
             {"text": "x", "expires_after": {"seconds": 0}},
             "expires_after.seconds",
@@ -202,6 +207,26 @@ def test_short_documents_are_kept_as_text(tmp_path):
 def test_documents_that_are_refused(refusing, body, param, words):
     error = refusing.post("/v1/documents", body).json()["error"]
     assert words in error["message"] and error["param"] == param
+    assert "A chat may send" not in error["message"]
+
+
+def test_a_form_that_asks_not_to_be_kept_is_refused(refusing):
+    before = len(refusing.get("/v1/documents").json()["data"])
+    sent = httpx.post(
+        refusing.url + "/v1/documents", files={"file": ("n.txt", b"Ten mules.")}, data={"store": "false"}
+    )
+    assert (sent.status_code, sent.json()["error"]["param"]) == (400, "store")
+    assert len(refusing.get("/v1/documents").json()["data"]) == before
+
+
+def test_text_is_read_whatever_its_name_ends_with(refusing):
+    data = base64.b64encode(b"%PDF or not, nine mules.").decode()
+    for body in (
+        {"file_data": data, "name": "t.exe"},
+        {"text": "%PDF-1.7 begins a PDF file.", "name": "x.pdf"},
+    ):
+        added = refusing.post("/v1/documents", body).json()
+        assert added["name"] == body["name"] and added["pages"] == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 from packhorse.core.errors import DocumentError
 from packhorse.server.errors import ApiError, bad_field
-from packhorse.text.documents import Document, document_text, parse_document
+from packhorse.text.documents import Document, document_text, parse_document, parse_text
 
 Find = Callable[[str], Document]
 """The caller's document of an id. Raises ApiError where there is none."""
@@ -64,17 +64,17 @@ def decode_file(name: str, data: str) -> Document:
     return read_upload(name, content)
 
 
-def read_upload(name: str, data: bytes) -> Document:
+def read_upload(name: str, data: bytes, parse: Callable[[str, bytes], Document] = parse_document) -> Document:
     """The document that a caller's file is. Raises ApiError where it cannot be read."""
     try:
-        return parse_document(_plain_name(name), data)
+        return parse(_plain_name(name), data)
     except DocumentError as error:
         raise ApiError(400, error.kind, str(error), param="file") from error
 
 
 def text_document(name: str, text: str) -> Document:
     """A document of text, whatever its name ends with. Raises ApiError where it is empty or no text."""
-    return replace(read_upload("document", text.encode()), name=_plain_name(name))
+    return replace(read_upload(name, text.encode(), parse_text), name=_plain_name(name))
 
 
 def _plain_name(name: str) -> str:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from packhorse.core.errors import PackhorseError
+from packhorse.core.errors import PackhorseError, PromptTooLongError
 from packhorse.core.types import FinishReason, Usage
 from packhorse.engine import documents as kept
 from packhorse.engine.documents import Reading
 from packhorse.server.attach import Find, decode_file, read_upload, text_document
 from packhorse.server.body import parse_form, read_body, read_json
-from packhorse.server.errors import ApiError, bad_field
+from packhorse.server.errors import ApiError, bad_field, too_long
 from packhorse.server.gate import Call
 from packhorse.server.reply import progress
 from packhorse.server.schema import DocumentRequest, validate
@@ -152,6 +152,9 @@ class Documents:
                 raise ApiError(403, "origin", f"Pages from {origin[:80]!r} may not send forms. See --cors.")
             fields = parse_form(await read_body(request, config.document_limit, config.body_timeout), kind)
             document, data = _from_form(fields)
+        if document.get("store") is False:
+            hint = "Send it in a message of a chat, with store: false there."
+            raise bad_field("store", "A document is read here to be kept, and store is false.", hint)
         asked, ignored = validate(DocumentRequest, document)
         if asked.model is not None:
             self.service.check_model(asked.model)
@@ -173,9 +176,12 @@ class _Ingest:
     async def frames(self) -> AsyncGenerator[bytes]:
         """Raises what preparing, queueing and computing raise."""
         service, tenant = self.service, self.service.tenant(self.call)
-        request, reading = await service.prepare(
-            service.preparer.document, self.document, self.call.id, tenant
-        )
+        try:
+            request, reading = await service.prepare(
+                service.preparer.document, self.document, self.call.id, tenant
+            )
+        except PromptTooLongError as error:
+            raise too_long(error, "file", "Or split the document.") from error
         await service.worker.call(lambda engine: kept.check_room(engine, self.document, reading, tenant))
         job = Job([[request]])
         began = time.monotonic()

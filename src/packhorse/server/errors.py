@@ -61,6 +61,14 @@ def bad_field(name: str, reason: str, hint: str = "", code: str = "invalid_value
     return ApiError(400, code, f"{reason} {hint}".strip(), param=name)
 
 
+def too_long(error: PromptTooLongError, param: str, hint: str) -> ApiError:
+    """400 for a field that makes the prompt longer than the window."""
+    # Clients look for the first words: they shorten the prompt and try again.
+    message = f"This model's maximum context length is {error.available} tokens. {error} {hint}".strip()
+    counts = {"asked": error.asked, "available": error.available, "unit": error.unit}
+    return ApiError(400, "context_length_exceeded", message, param=param, facts=counts)
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """What a client is told of an error. Texts of our own errors are for users; those of others stay in the
     log, under the request's id."""
@@ -71,12 +79,9 @@ def to_api_error(error: BaseException) -> ApiError:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         return ApiError(error.status_code, code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, PromptTooLongError):
-        # Clients look for the first words: they shorten the prompt and try again.
-        message = f"This model's maximum context length is {error.available} tokens. {message}"
-        if "left out" not in message:
-            message += ' A chat may send truncation: "auto" to leave out old turns.'
-        counts = {"asked": error.asked, "available": error.available, "unit": error.unit}
-        return ApiError(400, "context_length_exceeded", message, param="messages", facts=counts)
+        told = "left out" in message
+        hint = "" if told else 'A chat may send truncation: "auto" to leave out old turns.'
+        return too_long(error, "messages", hint)
     if isinstance(error, StoppedError | CancelledRequestError | CardLostError):
         return ApiError(503, error.kind, message, headers={"retry-after": "5"})
     if isinstance(error, UsageError):

@@ -191,7 +191,7 @@ class ExpiresAfter(_Strict):
 
 
 class DocumentRequest(_Strict):
-    """POST /v1/documents: `text`, or `file_data`, a .txt, .md or .pdf file in base64. pin: never evicted."""
+    """POST /v1/documents: `text`, or `file_data`, a PDF file or a file of text in base64. pin: never evicted."""
 
     name: str | None = Field(None, max_length=1000)
     text: str | None = None

@@ -85,6 +85,12 @@ def parse_document(path: Path | str, data: bytes) -> Document:
     path = Path(path)
     if data.startswith(b"%PDF-") or path.suffix.lower() == ".pdf":
         return _read_pdf(path, data)
+    return parse_text(path, data)
+
+
+def parse_text(path: Path | str, data: bytes) -> Document:
+    """The document that bytes of text are, whatever `path` ends with. Raises as `read_document` does."""
+    path = Path(path)
     text = _decode(data, path).replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
         raise DocumentError(f"The document {path} is empty.", hint="Give one with text.", path=str(path))
