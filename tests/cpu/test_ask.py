@@ -244,7 +244,7 @@ def test_pages_without_text_are_listed(monkeypatch, capsys, tmp_path):
         (["--dtype", "int4", "x"], 2, "'int4' is not known"),
         (["--dtype", "bf16", "--exact", "x"], 2, "exact mode computes in fp32"),
         (["--device", "tpu", "x"], 2, "'tpu' is not known"),
-        (["--think", "maybe", "x"], 2, "'maybe' is not one of"),
+        (["--think", "maybe", "x"], 2, "'--think': 'maybe' is not one of"),
         (["--think", "on", "x"], 2, "no such switch"),
         (["--think", "low", "x"], 2, "does not read reasoning_effort"),
         (["--raw", "--system", "s", "x"], 2, "--raw has none"),

@@ -293,7 +293,7 @@ def test_a_report_whose_folder_goes_away(tmp_path):
         report.save()
 
 
-def test_report_resumes_where_it_was_cut(tmp_path):
+def test_report_resumes_where_it_was_cut(tmp_path, capfd):
     path = tmp_path / "report.json"
     ours = asker("recall-dense")
     grid = Grid(("multi_key",), (256, 512), (0.5,), n=2)
@@ -317,6 +317,17 @@ def test_report_resumes_where_it_was_cut(tmp_path):
     path.write_text("{}")
     with pytest.raises(CorruptFileError, match="no recall report"):
         Report(path, settings)
+    document = tmp_path / "small.md"
+    document.write_text("# The hut")
+    for option, file, said in (
+        ("--report", document, f"{document} is no recall report"),
+        ("--against", document, f"{document} is no recall report"),
+        ("--against", tmp_path / "none.json", "none.json cannot be read: No such file"),
+    ):
+        assert main.run(["verify", "recall", "no-such-model", option, str(file)]) == 4
+        printed = capfd.readouterr().err
+        assert said in printed and "elete" not in printed and "Expecting" not in printed
+    assert document.read_text() == "# The hut"
 
 
 def test_prompts_beyond_the_window_are_refused_before_any_is_asked():

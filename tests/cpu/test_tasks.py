@@ -196,6 +196,8 @@ def test_refusals_name_what_is_wrong(tmp_path):
         make("kv_json", haystack=["a."])
     with pytest.raises(UsageError, match="holds no text"):
         read_haystack(tmp_path)
+    with pytest.raises(UsageError, match=f"There is no folder {tmp_path / 'none'}"):
+        read_haystack(tmp_path / "none")
     with pytest.raises(DoesNotFitError, match="without any filler, and 20 were asked for"):
         make("multi_key", length=20)
     with pytest.raises(DoesNotFitError, match="has names for"):

@@ -111,8 +111,11 @@ def test_cache_why_names_the_cause(tmp_path, capsys):
     assert found["reason"] == "the texts differ" and found["asked_text"].startswith("Think before")
     for name, body in (("no.json", "[]"), ("bad.json", "{"), ("empty.json", '{"messages": []}')):
         (tmp_path / name).write_text(body)
-        assert cli.run(["cache", "why", model, "--request", str(tmp_path / name), "--store", str(store)]) == 2
-        assert "is no chat request" in capsys.readouterr().err
+        assert cli.run(["cache", "why", model, "--request", str(tmp_path / name), "--store", str(store)]) == 4
+        said = capsys.readouterr().err
+        assert "is no chat request: " in said and "Expecting" not in said and "attribute" not in said
+    assert cli.run(["cache", "why", model, "--request", str(tmp_path / "none"), "--store", str(store)]) == 4
+    assert f"{tmp_path / 'none'} cannot be read: No such file" in capsys.readouterr().err
     hut = tmp_path / "hut.txt"
     hut.write_text("The hut has nine mules and one warden. " * 12)
     assert cli.run(["ask", model, *FIXED, "--store", str(store), "--document", str(hut), "How many?"]) == 0

@@ -244,7 +244,7 @@ def shortened(text: str) -> str:
 
 def read_request(store: DurableStore, file: Path) -> dict[str, Any]:
     """Messages and tools of a chat request's body, with documents of the store where they are named, whoever's they
-    are. Raises UsageError where the file holds none."""
+    are. Raises CorruptFileError where the file cannot be read or holds none."""
     from packhorse.engine.documents import as_text
     from packhorse.server.attach import attach
     from packhorse.server.errors import ApiError
@@ -265,9 +265,12 @@ def read_request(store: DurableStore, file: Path) -> dict[str, Any]:
         if cite or body.get("citations"):
             ask_for_quotes(messages)
         return {"messages": messages, "tools": tools or None}
-    except (OSError, ValueError, AttributeError, ApiError) as error:
-        raise UsageError(
-            f"{file} is no chat request: {getattr(error, 'message', error)}", hint="Give its body as JSON."
+    except OSError as error:
+        raise CorruptFileError(f"{file} cannot be read: {error.strerror}.", hint="Check the path.") from error
+    except (ValueError, AttributeError, ApiError) as error:
+        reason = getattr(error, "message", "it holds no JSON object.")
+        raise CorruptFileError(
+            f"{file} is no chat request: {reason}", hint="Give its body as JSON."
         ) from error
 
 

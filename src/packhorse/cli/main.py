@@ -120,7 +120,10 @@ def run(args: Sequence[str]) -> int:
     except _ClickError as error:
         context = getattr(error, "ctx", None)
         usage = f"See `{context.command_path} --help`." if context is not None else "See `packhorse --help`."
-        _report(UsageError(error.format_message(), hint=usage), args)
+        reason = error.format_message().replace(
+            "Value error, ", ""
+        )  # pydantic's word, in some versions of Typer
+        _report(UsageError(reason, hint=usage), args)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted.", file=sys.stderr)
