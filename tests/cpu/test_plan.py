@@ -829,20 +829,59 @@ def test_the_table_and_the_arithmetic(tmp_path, capsys):
     assert code == 0 and "wait behind the others" in out and "draft heads" in out
 
 
-def test_a_folder_with_nothing_but_a_config_and_no_card(tmp_path, capsys):
+def profile_without_card(tmp_path: Path) -> Path:
+    """A machine of two cores."""
+    mine = {"name": "m", "measured": False, "sources": [], "memory": {"gb_s": 40}, "drive": "nvme5",
+            "ram_gib": 64, "disk_gib": 500, "cores": 2}  # fmt: skip
+    profile = tmp_path / "mine.json"
+    profile.write_text(json.dumps(mine))
+    return profile
+
+
+def test_long_times_in_hours_and_short_ones_without_false_digits(tmp_path, capsys):
+    cpu = ["qwen3.5-0.8b", "--recipe", "bf16", "--ram", "8GiB", "--profile"]
+    profile = profile_without_card(tmp_path)
+    code, out, _ = run(capsys, *cpu, str(profile), "--context", "262144")
+    document = json.loads(run(capsys, *cpu, str(profile), "--context", "262144", "--json")[1])
+    seconds = document["predict"]["low"]["cold_first_token_s"]
+    assert code == 0 and seconds > 3600
+    line = next(line for line in out.splitlines() if line.startswith("first token, cold"))
+    ends = re.fullmatch(r"first token, cold +(\d+) h (\d+) min to (\d+) h (\d+) min \(never measured\)", line)
+    assert ends is not None, line
+    assert 3600 * int(ends[3]) + 60 * int(ends[4]) == pytest.approx(seconds, abs=31)
+    code, out, _ = run(capsys, *tiny_folder(tmp_path), "--profile", str(profile), "--context", "1024")
+    assert code == 0 and "loading                   under 0.1 s (never measured)" in out
+
+
+def test_what_fits_no_context_is_planned_with_a_short_one(tmp_path, capsys):
+    profile = str(profile_without_card(tmp_path))
+    code, out, _ = run(capsys, "qwen3.6-35b-a3b", "--profile", profile, "--ram", "4GiB", "--json")
+    plan = json.loads(out)
+    assert code == 3 and plan["context"]["limit"] == 0 and plan["context"]["planned"] == 8192
+    changes = [offer["change"] for offer in plan["alternatives"]]
+    assert any(16 * GIB < change.get("ram", 0) < 21 * GIB for change in changes), changes
+
+
+def tiny_folder(tmp_path: Path) -> list[str]:
+    """Arguments of a model without weights."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 2048}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    code, out, _ = run(capsys, str(folder), "--json", "--cache", str(tmp_path / "cache"))
+    return [str(folder), "--cache", str(tmp_path / "cache")]
+
+
+def test_a_folder_with_nothing_but_a_config_and_no_card(tmp_path, capsys):
+    folder = tiny_folder(tmp_path)
+    code, out, _ = run(capsys, *folder, "--json")
     document = json.loads(out)
     assert code == 0 and document["executable"] is True and document["machine"]["card"] is None
     assert document["tiers"]["device0"] == {"cap_bytes": 0, "total_bytes": 0, "items": {}}
     (tmp_path / "cache").mkdir()
     profile = Path(cli.__file__).parents[1] / "facts/profiles/t4.json"
     (tmp_path / "cache" / "machine.json").write_text(profile.read_text())
-    code, out, _ = run(capsys, str(folder), "--json", "--cache", str(tmp_path / "cache"))
+    code, out, _ = run(capsys, *folder, "--json")
     assert json.loads(out)["machine"]["name"] == "t4"
     code, _, err = run(capsys, "qwen2-27b")
     assert code == 2 and "qwen2-27b" in err

@@ -256,11 +256,22 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         alone = plan.placement.job.sequences == 1 and name in ("decode_tok_s_total", "queue_wait_s")
         if expected[name] is None or alone:
             continue
-        if plan.machine.measured:
-            yield f"{label:24}{_short(expected[name]):>8} {unit}"
-        else:
-            least, most = sorted((low[name] or 0.0, high[name] or 0.0))
-            yield f"{label:24}{_short(least):>8} to {_short(most)} {unit} (never measured)"
+        figures = [expected[name]] if plan.machine.measured else sorted((low[name] or 0.0, high[name] or 0.0))
+        texts = [_took(value) if unit == "s" else f"{_short(value)} {unit}" for value in figures]
+        if texts[0].endswith(f" {unit}") and texts[-1].endswith(f" {unit}"):
+            texts[:-1] = [text.removesuffix(f" {unit}") for text in texts[:-1] if text != texts[-1]]
+        yield f"{label:26}{' to '.join(texts)}{'' if plan.machine.measured else ' (never measured)'}"
+
+
+def _took(seconds: float | None) -> str:
+    """A time: no digits that nobody means, minutes from ten on, and hours."""
+    if (seconds or 0.0) < 0.1:
+        return "under 0.1 s"
+    minutes = round((seconds or 0.0) / 60)
+    if minutes < 10:
+        return f"{_short(seconds)} s"
+    hours = f"{minutes // 60:,} h " if minutes >= 60 else ""
+    return f"{hours}{minutes % 60} min"
 
 
 def _short(value: float | None) -> str:
@@ -272,7 +283,7 @@ def _offer_line(offer: Alternative) -> str:
     change = _options(offer.change)
     speed, cold = offer.times.decode_tok_s_end, offer.times.cold_first_token_s
     built = "" if offer.built else ", modelled"
-    return f"{change} ({offer.why}): {_short(speed)} tok/s, first token {_short(cold)} s cold{built}"
+    return f"{change} ({offer.why}): {_short(speed)} tok/s, first token {_took(cold)} cold{built}"
 
 
 def explain(plan: Plan) -> str:

@@ -148,8 +148,10 @@ def solve(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Plan:
     limit = longest(footprint, capped, job, min(reach(facts), max(facts.context, job.context)))
     comfortable = _comfortable(footprint, capped, job, limit)
     runs = _longest_run(footprint, capped, job, limit) if limit else 0
-    if wishes.context is None and limit:
-        job = replace(job, context=min(comfortable if wishes.prefer == "speed" else limit, runs or limit))
+    if wishes.context is None:
+        most = min(comfortable if wishes.prefer == "speed" else limit, runs or limit)
+        # Where none fits, what lacks is what a short one lacks, and so is what would help.
+        job = replace(job, context=most or min(SHORT, facts.context))
     placement = place(footprint, capped, job)
     times: tuple[Times, ...] = ()
     if placement.fits and job.context <= reach(facts):
