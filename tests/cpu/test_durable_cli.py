@@ -171,12 +171,42 @@ def test_a_quota_too_small_for_a_document_that_is_there(tmp_path, capsys, hut, m
     for _ in range(2):
         assert ask(store, hut, QUESTION, "--disk", "1.5MiB", "--json", family="qwen3") == 0
         told = json.loads(capsys.readouterr().out)
-        [warning] = [note for note in told["notes"] if note.startswith("Warning")]
-        assert re.search(r"takes 1\.\d+ MiB, and the store has room for 1\.\d+ MiB\. Give the store", warning)
+        document, rest = [note for note in told["notes"] if note.startswith("Warning")]
+        assert re.search(
+            r"takes 1\.\d+ MiB, and the store has room for 1\.\d+ MiB\. Give the store", document
+        )
+        assert re.search(
+            r"not be kept: the quota has no room for 2\.00 MiB \(--disk gives it more\)\.$", rest
+        )
         reused.append(told["usage"]["reused_tokens"])
     assert 256 < reused[0] == reused[1] < 900
     [document] = cache(capsys, "ls", "--store", store)["documents"]
     assert document["stored_tokens"] == reused[0] == 960 - document["lost_tokens"]
+
+
+@pytest.mark.parametrize("options", [["--document", "HUT"], ["--system", "Be brief."]])
+def test_a_disk_without_room_is_told_at_the_start_and_the_end(tmp_path, capsys, hut, monkeypatch, options):
+    """Whatever was asked: nothing else would say why it is read again each time."""
+    monkeypatch.setattr("packhorse.store.files.FileSystem.free_bytes", lambda *_: 20 << 20)
+    given = [option.replace("HUT", str(hut)) for option in options]
+    assert ask(tmp_path / "s", hut, QUESTION, *given, "--json", family="qwen3") == 0
+    told = json.loads(capsys.readouterr().out)
+    first, last = [note for note in told["notes"] if note.startswith("Warning")]
+    for warning in (first, last):
+        assert re.search(r"the disk has no room for [\d.]+ [KM]iB beside 1.00 GiB that stay free\.$", warning)
+    assert first != last and told["usage"]["reused_tokens"] == 0
+
+
+def test_a_chat_tells_what_had_no_room(tmp_path, capsys, hut, monkeypatch):
+    """Later turns that had room are no reason to keep silent about it."""
+    monkeypatch.setattr("packhorse.store.durable.MIN_QUOTA", 0)
+    lines = f"/document {hut}\n{QUESTION}\n/reset\n{'Who leads the mules? ' * 16}\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    store = ["--store", str(tmp_path / "s"), "--disk", "1.2MiB"]
+    assert cli.run(["chat", str(shared_folder("qwen3", PLAIN)), *FIXED, *store, "--json"]) == 0
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Warning")]
+    assert warning.startswith("Warning: of what was read some is not kept: the store had no room for it")
+    assert [p["label"] for p in cache(capsys, "ls", "--store", tmp_path / "s")["prefixes"]] == ["chat"]
 
 
 def changed(tmp_path: Path, what: str) -> Path:

@@ -119,6 +119,17 @@ def test_store_false_leaves_nothing(tmp_path):
         assert cached(live, "How many?", store=False) > 1000
 
 
+def test_a_store_without_room_degrades_health(tmp_path, monkeypatch):
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        monkeypatch.setattr("packhorse.store.files.FileSystem.free_bytes", lambda *_: 20 << 20)
+        assert cached(live, "How many?") == 0
+        live.wait(lambda: live.get("/health").json()["status"] == "degraded")
+        assert "beside 1.00 GiB that stay free" in live.get("/health").json()["reason"]
+        monkeypatch.undo()
+        assert cached(live, "How many mules are there, and who leads them? " * 20) > 1000
+        live.wait(lambda: live.get("/health").json()["status"] == "ready")
+
+
 def test_a_store_that_fails_degrades_health(tmp_path, monkeypatch):
     with servers.scripted(engine=engine(tmp_path / "s")) as live:
         disk = live.service.session.engine.store.lower.disk

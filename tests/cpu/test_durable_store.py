@@ -227,7 +227,7 @@ def test_what_is_slower_to_load_is_read_again(tmp_path):
 
 def test_more_than_the_quota_is_not_begun(tmp_path, monkeypatch):
     store = make(tmp_path / "s", num_pages=200)
-    monkeypatch.setattr(store.lower.disk, "room", lambda: 1000)
+    monkeypatch.setattr(store.lower.disk, "room", lambda by_quota=False: 1000)
     run(store, tokens(400))
     assert store.lower.counters["skipped_large"] == 1 and store.lower.disk.usage()["records"] == 0
 

@@ -82,12 +82,14 @@ def store_fields(
 def close_session(session: Session, say: Callable[[str], None]) -> None:
     """Wait until what was read is kept; `say` gets what went wrong with that, and with what was kept before."""
     lost = session.engine.lost_records
-    trouble = session.close()
+    lower, trouble = session.engine.store.lower, session.close()
     if lost:
         reasons = ", ".join(f"{name} {count}" for name, count in sorted(lost.items()))
         say(f"Warning: of what is stored some could not be used and was read again ({reasons}).")
     if trouble:
         say(f"Warning: what was read may not be kept: {trouble}.")
+    elif lower is not None and lower.counters["skipped_large"]:
+        say("Warning: of what was read some is not kept: the store had no room for it (--disk, or its disk).")
 
 
 @contextmanager

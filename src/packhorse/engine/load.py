@@ -103,7 +103,10 @@ def load_engine(
     if config.as_arch is not None:
         why += f", which stands in for a card of compute capability {config.as_arch / 10}"
     planned = _planned(sizes, engine.store, disk, card)
-    return Loaded(engine, sizes, (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping), card)
+    notes = (*facts.notes, f"{why}; {threads}", *sizes.notes, planned, *stepping)
+    if engine.store.lower is not None and (trouble := engine.store.lower.trouble):
+        notes += (f"Warning: what is read may not be kept: {trouble}.",)
+    return Loaded(engine, sizes, notes, card)
 
 
 def _assemble(

@@ -127,7 +127,7 @@ def check_fits(disk: DurableStore, model: int, new: NewDocument, need: int) -> N
         raise no_room("Text and tokens of the document take", taken, share, _MORE)
     num_pages = len(new.tokens) // disk.page_bytes(model)
     missing = need - need * disk.walk(model, new.root, new.tokens).num_pages // max(num_pages, 1)
-    if not disk.has_room(missing, need):
+    if disk.shortage(missing, need):
         raise no_room("The document takes", need, disk.room(), _more(disk, need))
 
 

@@ -244,10 +244,15 @@ class DurableStore:
         free = self.files.free_bytes(self.folder) - self.reserve + held - pinned
         return max(0, room if by_quota else min(room, free))
 
-    def has_room(self, missing: int, whole: int) -> bool:
-        """Whether a chain of `whole` bytes, `missing` of which are not there, can be: not where what is written of it
-        would make what is there of it go."""
-        return missing <= self.room() and whole <= self.room() + self._sum("bytes", "pinned")
+    def shortage(self, missing: int, whole: int = 0) -> str:
+        """Why a chain of `whole` bytes, `missing` of which are not there, cannot be, in a few words: also where what is
+        written of it would make what is there of it go. Empty where it can."""
+        need = max(missing, whole - self._sum("bytes", "pinned"))
+        if need <= self.room():
+            return ""
+        if need > self.room(by_quota=True):
+            return f"the quota has no room for {format_bytes(need)} (--disk gives it more)"
+        return f"the disk has no room for {format_bytes(need)} beside {format_bytes(self.reserve)} that stay free"
 
     def write(self, model: int, images: Sequence[Image]) -> bool:
         """Make images durable, in order; True: they are. Those that are there already, and whole, are left alone.
@@ -261,10 +266,9 @@ class DurableStore:
         if not new:
             return True
         need = sum(round_up(image.record.num_bytes, BLOCK) for image in new)
-        if need > self.room():
+        if shortage := self.shortage(need):
             self.counters["refused_for_room"] += len(new)
-            full = need <= self.room(by_quota=True)
-            self.trouble = f"{'the disk' if full else 'the quota'} has no room for {format_bytes(need)}"
+            self.trouble = shortage
             return False
         self._evict_to(self.quota - need)
         short = self.reserve + need - self.files.free_bytes(self.folder)

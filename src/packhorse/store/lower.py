@@ -199,13 +199,17 @@ class LowerTiers:
         self._seen: set[bytes] = set()
         self._batch: list[tuple[Image, Slot | None]] = []
         self._writer = WritingThread() if disk is not None else None
+        # Why the last chain that was to be written had no room; at first, why the shortest that is written has none.
+        self._shortage = (
+            disk.shortage(self.min_pages * self._page_size + geometry.state_bytes) if disk else ""
+        )
 
     @property
     def trouble(self) -> str:
         """What is wrong, in a few words; empty while nothing is."""
         if self._failures >= FAILURES:
             return f"the last {self._failures} prompts found in the store could not be read from it"
-        return self.disk.trouble if self.disk is not None else ""
+        return self.disk.trouble or self._shortage if self.disk is not None else ""
 
     @property
     def backlog_bytes(self) -> int:
@@ -649,10 +653,9 @@ class LowerTiers:
         job.entries = [e for e in job.entries if e.stop // page_len not in held_stops | gone]
         held = job.next_page * self._page_size + len(there) * self._tier.geometry.state_bytes
         whole = held + left * self._page_size + len(job.entries) * self._tier.geometry.state_bytes
-        if not self.disk.has_room(whole - held, whole):
-            self.counters["skipped_large"] += 1
-            return False
-        return True
+        self._shortage = self.disk.shortage(whole - held, whole)
+        self.counters["skipped_large"] += bool(self._shortage)
+        return not self._shortage
 
     def _next_size(self, job: KeepJob) -> int:
         """Bytes of the job's next record, about."""
