@@ -853,6 +853,29 @@ def test_long_times_in_hours_and_short_ones_without_false_digits(tmp_path, capsy
     assert code == 0 and "loading                   under 0.1 s (never measured)" in out
 
 
+def test_kv_in_bf16_needs_a_card_of_its_own():
+    """As the attention kernels do, whatever is computed in."""
+    for profile, code in (("t4", "7.5"), ("rtx-3090", None)):
+        plan = solve(known_model("qwen3.5-0.8b"), read_profile(profile), Wishes(context=8192, kv="bf16"))
+        wanted = () if code is None else (f"bf16 on compute capability {code} (it needs 8.0)",)
+        assert plan.fits and plan.unbuilt == wanted and plan.executable is (code is None)
+        assert code is None or any(offer.built and "kv" in offer.change for offer in plan.alternatives)
+
+
+def test_packed_weights_on_a_cpu_come_with_a_word(tmp_path):
+    machine = read_profile(str(profile_without_card(tmp_path)))
+    wishes = {name: Wishes(context=8192, recipe=name) for name in ("int4", "bf16")}
+    said = "Packed weights may be slower on a CPU than unpacked ones: their times count bytes alone."
+    model = known_model("qwen3.5-0.8b")
+    assert said in solve(model, machine, wishes["int4"]).warnings
+    assert said not in solve(model, read_profile("rtx-3090"), wishes["int4"]).warnings
+    fast = replace(machine, memory_rate=100 * machine.memory_rate)
+    for one, offered in ((machine, True), (fast, False)):
+        plan = solve(model, one, wishes["bf16"])
+        assert any("recipe" in offer.change for offer in plan.alternatives) is offered
+        assert (said in plan.warnings) is offered
+
+
 def test_what_fits_no_context_is_planned_with_a_short_one(tmp_path, capsys):
     profile = str(profile_without_card(tmp_path))
     code, out, _ = run(capsys, "qwen3.6-35b-a3b", "--profile", profile, "--ram", "4GiB", "--json")

@@ -50,7 +50,7 @@ class EngineConfig:
     computed."""
     weights: str = "auto"
     """packed: matrices that the files hold in few bits are computed on as they are; unpacked: in the compute type.
-    auto: packed on a card; on a CPU, where products of unpacked weights are faster, only as memory demands."""
+    auto: packed on a card; on a CPU, where unpacked weights were faster when measured, only as memory demands."""
     device: str = "cpu"
     """Where the model runs: cpu or cuda[:N]."""
     as_arch: int | None = None

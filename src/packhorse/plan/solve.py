@@ -398,7 +398,7 @@ def _unbuilt(footprint: Footprint, machine: Machine, placement: Placement) -> tu
         found.append(f"{footprint.num_cards} cards")
     if card is not None and card.arch < OLDEST:
         found.append(f"kernels for compute capability {card.arch / 10} (they need {OLDEST / 10})")
-    if card is not None and card.arch < BF16_FROM and footprint.recipe.dtype == "bf16":
+    if card is not None and card.arch < BF16_FROM and "bf16" in (footprint.recipe.dtype, job.kv):
         found.append(f"bf16 on compute capability {card.arch / 10} (it needs {BF16_FROM / 10})")
     if card is not None and job.sequences > MAX_SEQUENCES:
         found.append(f"captured steps of {job.sequences} requests ({MAX_SEQUENCES} at most)")
@@ -432,8 +432,11 @@ def _warnings(plan: Plan, machine: Machine, wishes: Wishes) -> Iterator[str]:
         yield f"Times on {machine.name} were never measured: they are computed from rates, and ranges are printed."
     if machine.free:
         yield "Planned without a card: name a machine with --profile, or let `doctor --save-profile` look at this one."
+    names = [offer.change["recipe"] for offer in plan.alternatives if "recipe" in offer.change]
+    if not machine.num_cards and (plan.recipe.is_packed or any(recipe(name).is_packed for name in names)):
+        yield "Packed weights may be slower on a CPU than unpacked ones: their times count bytes alone."
     for name in CONVERTED if _convertible(facts) else ():
-        if name in (plan.recipe.name, *(offer.change.get("recipe") for offer in plan.alternatives)):
+        if name in (plan.recipe.name, *names):
             yield f"These files are not {name}: `packhorse convert {facts.path} OUT --recipe {name}` makes it."
     if facts.context < job.context <= reach(facts):
         stretch = job.context / facts.context
