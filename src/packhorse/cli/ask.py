@@ -91,16 +91,9 @@ def command(
 
     documents = asking.read_documents(document or [], say)
     session = asking.open_session(
-        model,
-        config,
-        say,
-        cache=cache,
-        offline=offline,
-        chat_template=chat_template,
-        raw=raw,
-        think=think,
+        model, config, say, cache=cache, offline=offline, chat_template=chat_template, raw=raw, think=think,
         max_tokens=max_tokens,
-    )
+    )  # fmt: skip
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=True)
     asking.warn_of_no_draw(given, sampling, say)
     messages = messages_of(compose(documents, asked + CITE_REQUEST * cite), system)

@@ -65,15 +65,9 @@ def command(
     )  # fmt: skip
     documents = asking.read_documents(document or [], note)
     session = asking.open_session(
-        model,
-        config,
-        note,
-        cache=cache,
-        offline=offline,
-        chat_template=chat_template,
-        think=think,
+        model, config, note, cache=cache, offline=offline, chat_template=chat_template, think=think,
         max_tokens=max_tokens,
-    )
+    )  # fmt: skip
     sampling = asking.sampling_fields(given, session.facts.generation, greedy=False)
     asking.warn_of_no_draw(given, sampling, note)
     conversation = Conversation(session, sampling, system, documents, stream=not json)

@@ -125,18 +125,10 @@ def _assemble(
     give_back_freed()  # of tensors as the files have them
     experts = place_experts(model, arena, sizes)
     store = KVStore(
-        geometry,
-        num_pages=sizes.num_pages,
-        sequences=config.sequences,
-        snapshots=config.snapshots,
-        snapshot_len=config.snapshot_len,
-        exact=config.exact,
-        device=config.device,
-        segment_len=sizes.segment_len,
-        joined=sizes.joined_segments,
-        secret=b"" if disk is None else disk.secret,
-        seed=identity,
-    )
+        geometry, num_pages=sizes.num_pages, sequences=config.sequences, snapshots=config.snapshots,
+        snapshot_len=config.snapshot_len, exact=config.exact, device=config.device, segment_len=sizes.segment_len,
+        joined=sizes.joined_segments, secret=b"" if disk is None else disk.secret, seed=identity,
+    )  # fmt: skip
     if disk is not None or config.ram:
         about = {"name": facts.name, "path": str(facts.path), "computes_in": sizes.dtype, "kv": sizes.kv}
         about["page_len"] = str(config.page_len)
