@@ -290,7 +290,7 @@ def test_cache(tmp_path, capsys, hut):
     assert "inn.txt  1,024 tokens of it are not stored" in capsys.readouterr().out
     next((store / "models").glob("*/*")).write_bytes(b"x")
     assert cli.run(["cache", "verify", "--store", str(store)]) == 4
-    assert "1 files" in capsys.readouterr().err
+    assert f"1 file of {store} is damaged: " in capsys.readouterr().err
     assert cli.run(["cache", "verify", "--store", str(store), "--json"]) == 4
     assert list(json.loads(capsys.readouterr().out)["damaged"].values()) == ["size"]
     assert cache(capsys, "wipe", "--store", store) == {"deleted": str(store)}
@@ -304,11 +304,76 @@ def test_why_says_how_it_was_read(tmp_path, capsys, hut):
         assert ask(store, hut, "--kv", kv, QUESTION, family="qwen3") == 0
         capsys.readouterr()
         told = cache(capsys, "why", model, QUESTION, "--document", hut, "--store", store)
-        assert told["reason"] == "all that is stored agrees"
+        assert told["reason"] == "all that is stored agrees" and told["reused_tokens"] > 900
         assert (
             told["only_for"]
             == f"requests in {', or in '.join(f'fp32 with K and V in {way}' for way in ways)}"
         )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_why_counts_what_is_reused(tmp_path, capsys, hut, family):
+    """As many tokens as `ask` reuses then, in whole pages, and up to a state where there is one."""
+    store, model = tmp_path / "s", str(shared_folder(family, PLAIN))
+    assert ask(store, hut, QUESTION, family=family) == 0
+    for question in (QUESTION, "Who is the warden of it?"):
+        told = cache_why(capsys, model, question, hut, store)
+        assert ask(store, hut, question, family=family) == 0
+        assert figures(capsys)[1] == told["reused_tokens"] > 900
+
+
+def test_why_says_that_nothing_is_reused(tmp_path, capsys, hut):
+    """What agrees to its end is of no use where it is too short, or where nothing of it is stored any more."""
+    store, model, short = tmp_path / "s", str(shared_folder("qwen3", PLAIN)), tmp_path / "short.txt"
+    short.write_text("The barn has two doors. " * 6)
+    assert ask(store, short, QUESTION, family="qwen3") == 0
+    told = cache_why(capsys, model, QUESTION, short, store)
+    assert told["agreed_tokens"] > 128 and told["reused_tokens"] == told["stored_tokens"] == 0
+    assert told["reason"].endswith("nothing is reused: under 256 tokens the text alone is stored")
+    found = cache(capsys, "ls", "--store", store)["documents"]
+    assert [(d["text_only"], d["lost_tokens"]) for d in found] == [(True, 0)]
+    assert cli.run(["cache", "ls", "--store", str(store)]) == 0
+    assert "short.txt  text only (under 256 tokens)\n" in capsys.readouterr().out
+    assert cli.run(["cache", "export", found[0]["id"], str(tmp_path / "x"), "--store", str(store)]) == 0
+    assert "Warning: no page of it is stored" in capsys.readouterr().err
+    assert ask(store, hut, QUESTION, family="qwen3") == 0
+    with sqlite3.connect(store / "index.sqlite") as index:
+        index.execute("DELETE FROM records")
+    told = cache_why(capsys, model, QUESTION, hut, store)
+    assert told["lost_tokens"] > 900 and told["reason"].endswith(
+        "nothing is reused: no page or state of it is there"
+    )
+
+
+def cache_why(capsys, model: str, question: str, document: Path, store: Path) -> dict:
+    capsys.readouterr()
+    return cache(capsys, "why", model, question, "--document", document, "--store", store)
+
+
+def test_nothing_is_left_of_a_write_that_failed(tmp_path, capsys, hut, monkeypatch):
+    """Neither files nor a row that says so."""
+
+    def full(*_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr("packhorse.store.files.FileSystem.write", full)
+    assert ask(tmp_path / "s", hut, QUESTION, family="qwen3") == 0
+    assert "may not be kept: a write failed: File too large." in capsys.readouterr().err
+    found = cache(capsys, "ls", "--store", tmp_path / "s")
+    assert (found["records"], found["documents"], found["prefixes"]) == (0, [], [])
+
+
+def test_export_overwrites_exports_alone(tmp_path, capsys, hut):
+    store, file, other = tmp_path / "s", tmp_path / "x", tmp_path / "diary"
+    other.write_text("Dear diary")
+    assert ask(store, hut, QUESTION, family="qwen3") == 0
+    capsys.readouterr()
+    name = cache(capsys, "ls", "--store", store)["documents"][0]["id"]
+    for _ in range(2):
+        cache(capsys, "export", name, file, "--store", store)
+    assert cli.run(["cache", "export", name, str(other), "--store", str(store)]) == RefusedError.exit_code
+    assert capsys.readouterr().err == f"Error: {other} is there and no export.\nName another, or delete it.\n"
+    assert other.read_text() == "Dear diary"
 
 
 def test_what_cannot_be_deleted_is_refused(tmp_path, capsys, monkeypatch):
@@ -324,7 +389,10 @@ def test_what_cannot_be_deleted_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "rmdir", refuse)
     assert cli.run(["cache", "wipe", "--store", str(tmp_path / "s")]) == RefusedError.exit_code
     first, hint = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path / 's'} cannot be deleted: Read-only file system." in first and "may write" in hint
+    assert (
+        f"{tmp_path / 's'} cannot be deleted: Read-only file system." in first
+        and "so that you may write" in hint
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,6 +403,7 @@ def test_what_cannot_be_deleted_is_refused(tmp_path, capsys, monkeypatch):
         (["ls", "x"], "takes no target, and 1 were given"),
         (["ls", "--document", "x.txt"], "for cache why alone"),
         (["wipe"], "is no store"),
+        (["import", "x"], "to import, first: packhorse ask MODEL --store"),
     ],
 )
 def test_wrong_uses(tmp_path, capsys, args, words):

@@ -17,7 +17,7 @@ from packhorse.core.errors import CorruptFileError, PackhorseError, RefusedError
 from packhorse.core.units import format_bytes
 from packhorse.facts.read import read_model
 from packhorse.store.documents import find_document, root_of
-from packhorse.store.durable import DurableStore, Prefix, wipe
+from packhorse.store.durable import MIN_TOKENS, DurableStore, Prefix, wipe
 from packhorse.store.export import export_prefix, import_prefix
 from packhorse.text.documents import Document, compose
 from packhorse.text.template import ChatTemplate, mark_positions
@@ -68,12 +68,8 @@ TargetArgument = Annotated[
 ]
 KeyFileOption = Annotated[
     Path | None,
-    option(
-        "--key-file",
-        "FILE",
-        "A passphrase for export and import. [default: the store's own secret, good there alone]",
-    ),
-]
+    option("--key-file", "FILE", "A passphrase of export, import. [default: the store's secret, good there alone]"),
+]  # fmt: skip
 RequestOption = Annotated[
     Path | None, option("--request", "FILE", "For why: the body of a chat request, not a question.")
 ]
@@ -112,7 +108,8 @@ def command(
         found: dict[str, Any] = {"deleted": str(store)}
     else:
         if not (store / "secret").is_file():
-            raise UsageError(f"{store} is no store.", hint="Give --store the folder of one.")
+            hint = f"Give --store the folder of one; to import, first: packhorse ask MODEL --store {store} QUESTION"
+            raise UsageError(f"{store} is no store.", hint=hint)
         # The quota is the writers' affair, and so is a damaged index: nothing is evicted or emptied here.
         opened = DurableStore(store, quota=1 << 62, may_empty=False)
         try:
@@ -128,6 +125,8 @@ def command(
             elif action is Action.EXPORT:
                 prefix = find_prefix(opened, given[0])
                 check_file(Path(given[1]))
+                if not describe(opened, prefix)["stored_tokens"]:
+                    note("Warning: no page of it is stored: whoever imports it reads its text anew.")
                 size = export_prefix(opened, prefix, Path(given[1]), passphrase)
                 found = {**describe(opened, prefix), "file": given[1], "file_bytes": size}
             else:
@@ -139,8 +138,9 @@ def command(
     else:
         show(found)
     if damaged := found.get("damaged"):  # not raised: with --json that would print a second document
-        note(f"Error: {len(damaged)} files of {store} are damaged: {', '.join(damaged)}.")
-        note("They are passed over and replaced when their text is read again.")
+        files, what = ("file", "is") if len(damaged) == 1 else ("files", "are")
+        note(f"Error: {len(damaged)} {files} of {store} {what} damaged: {', '.join(damaged)}.")
+        note("What is damaged is passed over, and replaced when its text is read again.")
         raise typer.Exit(CorruptFileError.exit_code)
 
 
@@ -203,13 +203,13 @@ def find_prefix(store: DurableStore, name: str) -> Prefix:
 
 def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
     """A prefix as a JSON-ready document. bytes: of all that it needs, shared or not. stored_tokens: of its tokens
-    those whose pages are there; lost_tokens: those whose pages are not. computes_in, kv: how it was read. for_a_key:
-    it is a server's, read for a bearer key."""
+    those whose pages are there; lost_tokens: those whose pages are not, none where it is text_only, too short to have
+    any. computes_in, kv: how it was read. for_a_key: it is a server's, read for a bearer key."""
     records = store.records_of(prefix)
     page_bytes = store.page_bytes(prefix.model)
     whole = len(prefix.tokens) // page_bytes * page_bytes // 4  # what pages hold
     stored = min(whole, max((r.stop for r in records), default=0))
-    about = store.models()[prefix.model]
+    about, text_only = store.models()[prefix.model], not stored and whole < MIN_TOKENS
     return {
         "id": prefix.document or prefix.key.hex()[:12],
         "label": prefix.label,
@@ -217,7 +217,8 @@ def describe(store: DurableStore, prefix: Prefix) -> dict[str, Any]:
         **{name: about[name] for name in ("computes_in", "kv") if name in about},
         "tokens": len(prefix.tokens) // 4,
         "stored_tokens": stored,
-        "lost_tokens": whole - stored,
+        "lost_tokens": 0 if text_only else whole - stored,
+        "text_only": text_only,
         "bytes": sum(r.num_bytes for r in records),
         "pinned": bool(prefix.pinned),
         "for_a_key": prefix.root != root_of(store, prefix.model, ""),
@@ -288,9 +289,12 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
             length = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prefix.tokens) // 4)
             agreed.setdefault(min(len(ids), length), []).append(prefix)
     if not agreed:
-        return {"tokens": len(ids), "agreed_tokens": 0, "reason": f"nothing of {facts.name} is stored"}
+        reason = f"nothing of {facts.name} is stored"
+        return {"tokens": len(ids), "agreed_tokens": 0, "reused_tokens": 0, "reason": reason}
     length = max(agreed)
-    prefix = agreed[length][0]
+    counts = [reusable(store, prefix, ids, facts.is_hybrid) for prefix in agreed[length]]
+    prefix = agreed[length][counts.index(max(counts))]
+    described, page_len = describe(store, prefix), store.page_bytes(prefix.model) // 4
     prompt = tokenizer.decode(ids, skip_special=False)
     position = len(tokenizer.decode(ids[:length], skip_special=False))
     line = prompt[prompt.rfind("\n", 0, position) + 1 :].partition("\n")[0]
@@ -299,6 +303,12 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
     reason = "the texts differ" if kind is None else f"a line that changes each time ({kind})"
     if length == len(stored):
         reason = "all that is stored agrees"
+    if not any(counts):
+        cause = (
+            f"no page of {page_len} tokens agrees" if length < page_len else "no page or state of it is there"
+        )
+        cause = f"under {MIN_TOKENS} tokens the text alone is stored" if described["text_only"] else cause
+        reason += f", and nothing is reused: {cause}"
     abouts = [store.models()[other.model] for other in agreed[length]]
     ways = {f"{about.get('computes_in', '?')} with K and V in {about.get('kv', '?')}" for about in abouts}
 
@@ -306,9 +316,10 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
         return tokenizer.decode(list(tokens), skip_special=False)
 
     return {
-        **describe(store, prefix),
+        **described,
         "tokens": len(ids),
         "agreed_tokens": length,
+        "reused_tokens": max(counts),
         "position": position,
         "volatile": [f"{v.kind} at {v.position}: {v.text}" for v in find_volatile(prompt)],
         "reason": reason,
@@ -319,6 +330,14 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def reusable(store: DurableStore, prefix: Prefix, ids: list[int], hybrid: bool) -> int:
+    """Tokens of a prompt that a request of a prefix's model and key goes on from; hybrid: where a state is."""
+    walked = store.walk(prefix.model, prefix.root, array("I", ids[:-1]).tobytes())
+    there = store.states(walked.keys) if hybrid else {walked.keys[-1]}
+    pages = max((page for page, key in enumerate(walked.keys) if key in there), default=0)
+    return pages * store.page_bytes(prefix.model) // 4
+
+
 def show(found: dict[str, Any]) -> None:
     """Print a document as lines for people."""
     prefixes = (*found.get("documents", ()), *found.get("prefixes", ()))
@@ -326,6 +345,7 @@ def show(found: dict[str, Any]) -> None:
         print(f"{'id':<36}  {'tokens':>9}  {'size':>11}  {'last used':<16}  model (KV)  name")
     for prefix in prefixes:
         lost = f"  {prefix['lost_tokens']:,} tokens of it are not stored" if prefix["lost_tokens"] else ""
+        lost = f"  text only (under {MIN_TOKENS} tokens)" if prefix["text_only"] else lost
         print(
             f"{prefix['id']:<36}  {prefix['tokens']:>9,}  {format_bytes(prefix['bytes']):>11}  "
             f"{prefix['last_used']}  {'pinned  ' if prefix['pinned'] else ''}{prefix['model']} "

@@ -46,6 +46,8 @@ from packhorse.store.snapshots import OLD_THINNING, THINNING, thinned
 
 RESERVE = GIB
 """Bytes of the file system that are left free whatever the quota says."""
+MIN_TOKENS = 256
+"""Shorter chains are not written: to read them again takes less than to look them up."""
 MIN_QUOTA = 16 * MIB
 """The index and its log may take some MiB of the quota."""
 OLD_AT_ONCE = 64
@@ -760,7 +762,8 @@ def wipe(folder: Path) -> None:
         raise RefusedError(f"A process uses the store {folder}.", hint="End it first.") from error
     except OSError as error:
         reason = f"{folder} cannot be deleted: {error.strerror or error}."
-        raise RefusedError(reason, hint="Do it where you may write, as whose the folder is.") from error
+        hint = "Delete it as its owner; a read-only file system has to be mounted so that you may write."
+        raise RefusedError(reason, hint=hint) from error
 
 
 def _marks(count: int) -> str:

@@ -90,8 +90,10 @@ def export_prefix(disk: DurableStore, prefix: Prefix, path: Path, passphrase: by
     if document is not None:
         contents |= {"owner": document.owner.hex(), "text": document.text, "pages": document.pages}
         contents["expires"] = document.expires
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
     try:
+        if path.exists() and not (path.is_file() and _begins_as_one(path)):
+            raise RefusedError(f"{path} is there and no export.", hint="Name another, or delete it.")
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as stream:
             stream.write(MAGIC)
@@ -197,6 +199,11 @@ def _take(
         disk.note_prefix(model, root, chain.keys[-1], tokens, contents["label"])
         name = chain.keys[-1].hex()[:12]
     return {"id": name, "label": contents["label"], "tokens": len(tokens) // 4, "bytes": total}
+
+
+def _begins_as_one(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(MAGIC)) == MAGIC
 
 
 def _image(path: Path, stream: BinaryIO, entry: dict[str, Any]) -> Image:

@@ -26,9 +26,9 @@ from packhorse.kernels import dispatch
 from packhorse.kernels.attention.ref import EXACT_SEGMENT_LEN
 from packhorse.quant.codec import Fp8Pages
 from packhorse.store import resume
-from packhorse.store.durable import DurableStore
+from packhorse.store.durable import MIN_TOKENS, DurableStore
 from packhorse.store.evict import LeafQueue, spare_leaf, thinnable
-from packhorse.store.lower import MIN_TOKENS, KeepJob, LowerTiers
+from packhorse.store.lower import KeepJob, LowerTiers
 from packhorse.store.pages import PageAllocator, consecutive_runs
 from packhorse.store.prefix import Entry, PrefixMatch, PrefixTree, encode_tokens
 from packhorse.store.resume import Resumable
@@ -206,15 +206,9 @@ class KVStore:
         """Put host memory and a disk store below the device, before the first sequence. See LowerTiers."""
         assert not self._tree.entries and not self._open
         self.lower = LowerTiers(
-            self._tier,
-            self._tree.chain_value,
-            self._tree.page_bytes,
-            self._release,
-            ram_bytes=ram_bytes,
-            disk=disk,
-            model=model,
-            min_tokens=min_tokens,
-        )
+            self._tier, self._tree.chain_value, self._tree.page_bytes, self._release,
+            ram_bytes=ram_bytes, disk=disk, model=model, min_tokens=min_tokens,
+        )  # fmt: skip
 
     @property
     def capacity(self) -> int:
@@ -231,14 +225,10 @@ class KVStore:
         """Counters and what is held right now."""
         free, cached = self._pages.num_free, self._tree.num_pages
         return StoreStats(
-            pages_free=free,
-            pages_used=self._pages.num_pages - free - cached,
-            pages_cached=cached,
-            entries=len(self._tree.entries),
-            snapshots=self._slots.num_entries,
-            open_sequences=len(self._open),
+            pages_free=free, pages_used=self._pages.num_pages - free - cached, pages_cached=cached,
+            entries=len(self._tree.entries), snapshots=self._slots.num_entries, open_sequences=len(self._open),
             **{name: self._counters[name] for name in _COUNTED},
-        )
+        )  # fmt: skip
 
     def layer_memory(self, layer: int) -> LayerMemory:
         """What kernels of decode steps read and write of a layer, by page ids and state slots; valid as long as the

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from packhorse.core.units import KIB, MIB, ceil_div
 from packhorse.store import transfer
 from packhorse.store.arena import PinnedArena
-from packhorse.store.durable import DurableStore
+from packhorse.store.durable import MIN_TOKENS, DurableStore
 from packhorse.store.prefix import Entry
 from packhorse.store.records import (
     Buffer,
@@ -67,8 +67,6 @@ READERS = 8
 READ_AHEAD = 8
 FAILURES = 3
 """Prompts in a row whose records cannot be read, after which the tier is in trouble."""
-MIN_TOKENS = 256
-"""Shorter chains are not written to disk: to read them again takes less than to look them up."""
 LONG_TIMES = 4
 """Chains of less than so many times that, without a label, are written as far as an earlier one began with the same."""
 SEEN_PAGES = 1 << 14
@@ -711,9 +709,7 @@ class LowerTiers:
         assert self.disk is not None and self._writer is not None
         self._flush_batch()
         if written:
-            note = (self.model, job.root, job.keys[-1], job.tokens, job.label)
-            self._writer.submit(0, self.disk.note_prefix, *note)
-            self._writer.submit(0, self._check_found, job.root, job.tokens, len(job.page_ids))
+            self._writer.submit(0, self._note_written, job, len(job.page_ids))
             if self._tier.geometry.is_hybrid:
                 self._writer.submit(0, self.disk.thin, self.model, job.root, job.tokens)
         for call in job.then:
@@ -722,13 +718,16 @@ class LowerTiers:
         self._join()
         self._release(job.page_ids)
 
-    def _check_found(self, root: bytes, tokens: bytes, num_pages: int) -> None:
-        """What was just written is found again, or something is wrong that nobody would notice. From now on all of it
-        was used at once: of batches the first, where the chain begins, would be evicted first."""
+    def _note_written(self, job: KeepJob, num_pages: int) -> None:
+        """Remember a chain, unless writing has failed and nothing of it is there. What was just written is found again,
+        or something is wrong that nobody would notice. From now on all of it was used at once: of batches the first,
+        where the chain begins, would be evicted first."""
         assert self.disk is not None
+        found = walk([self.disk], job.root, job.tokens, num_pages, self._page_bytes, self._chain)
+        if found.num_pages:
+            self.disk.note_prefix(self.model, job.root, job.keys[-1], job.tokens, job.label)
         if self.disk.trouble:
             return
-        found = walk([self.disk], root, tokens, num_pages, self._page_bytes, self._chain)
         pages = [piece.record for piece in found.pieces]
         self.disk.touch([*pages, *self.disk.states(found.keys).values()])
         if found.num_pages < num_pages:
