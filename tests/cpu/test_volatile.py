@@ -109,7 +109,9 @@ def test_cache_why_names_the_cause(tmp_path, capsys):
     found = why(rules, "What?")
     assert found["reason"] == "all that is stored agrees" and found["agreed_tokens"] == found["stored_tokens"]
     found = why(rules.replace("leap. Look", "leap. Think", 1), "Who?")
-    assert found["reason"] == "the texts differ" + too_early and found["asked_text"].startswith("Think before")
+    assert found["reason"] == "the texts differ" + too_early and found["asked_text"].startswith(
+        "Think before"
+    )
     for name, body in (("no.json", "[]"), ("bad.json", "{"), ("empty.json", '{"messages": []}')):
         (tmp_path / name).write_text(body)
         assert cli.run(["cache", "why", model, "--request", str(tmp_path / name), "--store", str(store)]) == 4
