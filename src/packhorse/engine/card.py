@@ -19,7 +19,7 @@ from packhorse.facts.nvml import has_display, process_bytes
 MODULE_BYTES = 160 * MIB
 """Kernels of libraries and our own that are loaded when they first run: they come out of no pool of ours."""
 LATER_BYTES = 40 * MIB
-"""Of these, what may be loaded when requests have come: less than 39 MiB in 20 loads on one H200."""
+"""Of these, what may be loaded when requests have come: up to 39 MiB in 20 loads on one H200."""
 SLACK_BYTES = 64 * MIB
 """What the allocator holds beyond what is asked of it, and small tensors that nobody counts."""
 _SMALL = 512 * 1024

@@ -540,7 +540,9 @@ class LowerTiers:
         most = min(len(job.page_ids), self.long_pages)
         keys = list(chain_values(job.root, job.tokens, 0, most, self._page_bytes, self._chain))
         seen = next((page for page, key in enumerate(keys) if key not in self._seen), most)
-        self._seen = {*keys} if len(self._seen) + most > SEEN_PAGES else self._seen | {*keys}
+        if len(self._seen) + most > SEEN_PAGES:
+            self._seen.clear()
+        self._seen.update(keys)
         if not self._tier.geometry.is_hybrid:
             return seen
         stops = [entry.stop // self._tier.geometry.page_len for entry in job.entries]
