@@ -158,7 +158,7 @@ def test_chunked_and_reused_paths_give_the_same_answers(model):
 def pair_up(changes: str, model: str = "recall-dense", length: int = 256, **more) -> tuple[dict, list]:
     """The figures of a feature over two samples, and the reference's records."""
     config = {"context": length + 512, "sequences": 1, "dtype": "fp32", "threads": 1}
-    found = parse_changes(changes)
+    found = parse_changes(changes, 4096)
     second = EngineConfig(**(config | found | more))
     feature = Feature(changes, found, Asker(Session.open(ASSETS / model, second)))
     reference = Asker(Session.open(ASSETS / model, EngineConfig(**config)))
@@ -206,8 +206,8 @@ def test_a_feature_that_is_not_at_work_is_no_result(changes, more):
 def test_what_cannot_be_compared_is_refused():
     for text in ("threads=2", "kv", "kv=", "reuse,kv=fp8", ""):
         with pytest.raises(UsageError, match="nothing that can be compared"):
-            parse_changes(text)
-    assert parse_changes("kv=fp8,chunk_len=128,exact=false") == {
+            parse_changes(text, 4096)
+    assert parse_changes("kv=fp8,chunk_len=128,exact=false", 129) == {
         "kv": "fp8",
         "chunk_len": 128,
         "exact": False,
@@ -488,18 +488,42 @@ def test_command_compares_features_and_climbs(tmp_path, capfd):
     idle = ["verify", *grid, "--compare", "page_len=512", "--compare", "kv=fp8", *html, *model]
     assert main.run(idle) == 2
     printed = capfd.readouterr()
-    assert "page_len=512 was not at work in any of 1 sample" in printed.err
+    assert "page_len=512 was not at work in any of 1 sample, so" in printed.err
     assert "100.0%" in printed.out and "kv=fp8: right 1 of 1" in printed.out
     assert "kv=fp8" in Path(html[1]).read_text()
     assert main.run([*idle, "--json"]) == 2
     error = json.loads(capfd.readouterr().out)["error"]
     assert "page_len=512" in error["reason"] and error["summary"][0]["right"] == 1
     assert main.run(["verify", "ladder", "--context", "1536", *model]) == 0
-    title, row = capfd.readouterr().out.splitlines()
+    printed = capfd.readouterr()
+    title, row = printed.out.splitlines()
+    assert "Beside an answer's 512 tokens the window holds one rung" in printed.err
     assert main.run(["verify", "ladder", "--context", "500", *model]) == 2
     printed = capfd.readouterr()
     assert not printed.out and "window has 500 tokens" in printed.err
     assert title.split()[0] == "tokens" and row.split()[0] == "1,024" and row.endswith("found")
+
+
+def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capfd, monkeypatch):
+    report, html = tmp_path / "r.json", tmp_path / "r.html"
+    command = f"verify recall {ASSETS / 'recall-dense'} --tasks multi_key --lengths 256 --depths 2 --n 1 --dtype fp32"
+    command = [*command.split(), "--threads", "1", "--offline", "--report", str(report)]
+    ask, asked = Asker.ask, []
+
+    def interrupted(self: Asker, *args):
+        asked.append(args)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return ask(self, *args)
+
+    monkeypatch.setattr(Asker, "ask", interrupted)
+    assert main.run(command) == 130
+    assert f"The same command goes on from what {report} holds." in capfd.readouterr().err
+    assert main.run([*command, "--html", str(html)]) == 0
+    assert len(asked) == 3 and "r.json holds 1 of 2 answers" in capfd.readouterr().err
+    assert "<p>2 questions; " in html.read_text()
+    [one] = read_report(report)["records"][:1]
+    assert "<p>1 question; " in render_html({"settings": {"model": "m"}, "records": [one]})
 
 
 def test_command_refuses_before_it_loads(tmp_path, capfd):
@@ -512,7 +536,7 @@ def test_command_refuses_before_it_loads(tmp_path, capfd):
         ([*against, "--seed", "1"], "no sample in common"),
         ([*against, "--density", "3"], "report has density None, and this run 3.0: they share no sample"),
         ([*against, "--haystack", str(ASSETS)], "report has haystack None, and this run"),
-        (["--compare", "chunk_len=4096"], "chunk_len=4096 would never be at work: a chunk of 4,096 tokens"),
+        (["--compare", "chunk_len=4096"], "chunk_len=4096 would never be at work: a chunk holds all"),
         (["--compare", "chunk_len=many"], "'chunk_len=many' is nothing that can be compared"),
         (["--lengths", "4k"], "--lengths is '4k'"),
         (["--depths", "0"], "--depths is 0"),

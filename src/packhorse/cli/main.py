@@ -120,9 +120,7 @@ def run(args: Sequence[str]) -> int:
     except _ClickError as error:
         context = getattr(error, "ctx", None)
         usage = f"See `{context.command_path} --help`." if context is not None else "See `packhorse --help`."
-        reason = error.format_message().replace(
-            "Value error, ", ""
-        )  # pydantic's word, in some versions of Typer
+        reason = error.format_message().replace("Value error, ", "")  # pydantic's words
         _report(UsageError(reason, hint=usage), args)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):

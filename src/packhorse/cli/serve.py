@@ -134,7 +134,7 @@ def command(
         )
         for text in session.notes:
             note(text)
-        note(f"ready: {session.window:,} tokens of context, {model_config.engine.sequences} requests at once")
+        note(f"ready: context {session.window:,} tokens, requests at once {model_config.engine.sequences}")
         return session
 
     def listening(url: str, served: str) -> None:

@@ -120,7 +120,7 @@ def command(
             raise UsageError(f"A store's verification takes no {names}.", hint=f"Leave out {names}.")
         run_store(Path(model), json)
         return
-    from packhorse.verify.compare import Feature, check_differs, check_reached, parse_changes  # imports torch
+    from packhorse.verify.compare import Feature, check_differs, parse_changes  # imports torch
     from packhorse.verify.recall import ANSWER_ROOM, Asker, check_shared, read_report
 
     grid = make_grid(tasks, lengths, depths, n, languages, density, seed)
@@ -132,8 +132,7 @@ def command(
     common.check_file(html)
     if report is not None and report.exists():
         read_report(report)
-    earlier = None if against is None else read_report(against)
-    if earlier is not None:
+    if earlier := None if against is None else read_report(against):
         check_shared(earlier, grid, haystack)
     if context is None and what is What.RECALL:
         context = max(grid.lengths) + ANSWER_ROOM
@@ -141,9 +140,7 @@ def command(
         context=context, sequences=1, dtype=dtype, kv=kv, weights=weights, device=device, as_arch=as_arch,
         exact=exact, threads=threads,
     )  # fmt: skip
-    changes = {name: parse_changes(name) for name in compare or ()}
-    for name, changed in changes.items():
-        check_reached(name, changed, max(grid.lengths))
+    changes = {name: parse_changes(name, max(grid.lengths)) for name in compare or ()}
     configs = {name: replace(config, **changed) for name, changed in changes.items()}
 
     def open_asker(config: EngineConfig) -> Asker:
@@ -207,7 +204,12 @@ def run_recall(
         rest = len(report.records) - have
         more = f", and {rest:,} to what is not asked now: they stay in it, unseen" if rest else ""
         note(f"{report_file} holds {have:,} of {len(asked):,} answers{more}.")
-    run_grid(asker, grid, report, progress(), lambda sample: ask_pairs(asker, features, sample))
+    try:
+        run_grid(asker, grid, report, progress(), lambda sample: ask_pairs(asker, features, sample))
+    except KeyboardInterrupt:
+        if report_file is not None:
+            note(f"\nThe same command goes on from what {report_file} holds.")
+        raise
     report.records = [record for record in report.records if trial_key(record) in asked]
     document = report.document()
     comparison = None if earlier is None else compare(report.records, earlier["records"])
@@ -291,6 +293,7 @@ def run_store(folder: Path, as_json: bool) -> None:
 def run_ladder(asker: Asker, as_json: bool) -> None:
     """Climb to the window and print a table."""
     from packhorse.verify.ladder import climb, rungs
+    from packhorse.verify.recall import ANSWER_ROOM
 
     def show(row: dict[str, Any]) -> None:
         print(
@@ -299,6 +302,8 @@ def run_ladder(asker: Asker, as_json: bool) -> None:
         )
 
     lengths = rungs(asker.session.window)
+    if len(lengths) == 1:
+        note(f"Beside an answer's {ANSWER_ROOM} tokens the window holds one rung: more --context makes more.")
     if not as_json:
         print(f"{'tokens':>9}{'peak memory':>13}{'first token':>15}{'tok/s':>9}   fact")
     rows = climb(asker, lengths, on_row=None if as_json else show)

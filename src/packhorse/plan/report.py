@@ -258,20 +258,17 @@ def _time_lines(plan: Plan) -> Iterator[str]:
             continue
         figures = [expected[name]] if plan.machine.measured else sorted((low[name] or 0.0, high[name] or 0.0))
         texts = [_took(value) if unit == "s" else f"{_short(value)} {unit}" for value in figures]
-        if texts[0].endswith(f" {unit}") and texts[-1].endswith(f" {unit}"):
-            texts[:-1] = [text.removesuffix(f" {unit}") for text in texts[:-1] if text != texts[-1]]
-        yield f"{label:26}{' to '.join(texts)}{'' if plan.machine.measured else ' (never measured)'}"
+        text = " to ".join(dict.fromkeys(texts))
+        text = text.replace(f" {unit} to", " to") if text.endswith(f" {unit}") else text
+        yield f"{label:26}{text}{'' if plan.machine.measured else ' (never measured)'}"
 
 
 def _took(seconds: float | None) -> str:
     """A time: no digits that nobody means, minutes from ten on, and hours."""
-    if (seconds or 0.0) < 0.1:
-        return "under 0.1 s"
-    minutes = round((seconds or 0.0) / 60)
-    if minutes < 10:
-        return f"{_short(seconds)} s"
-    hours = f"{minutes // 60:,} h " if minutes >= 60 else ""
-    return f"{hours}{minutes % 60} min"
+    hours, minutes = divmod(round((seconds or 0.0) / 60), 60)
+    if not hours and minutes < 10:
+        return f"{_short(seconds)} s" if seconds and seconds >= 0.1 else "under 0.1 s"
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _short(value: float | None) -> str:

@@ -49,8 +49,9 @@ class Recorder:
         self.token_ids.append(token_id)
 
 
-def parse_changes(text: str) -> dict[str, Any]:
-    """The settings of a feature from FIELD=VALUE,...; none for REUSE. Raises UsageError for what is neither."""
+def parse_changes(text: str, longest: int) -> dict[str, Any]:
+    """The settings of a feature from FIELD=VALUE,...; none for REUSE. Raises UsageError for what is neither, and for
+    chunks that end behind prompts of `longest` tokens: they never are at work."""
     changes: dict[str, Any] = {}
     for part in () if text == REUSE else text.split(","):
         name, _, value = part.partition("=")
@@ -61,18 +62,12 @@ def parse_changes(text: str) -> dict[str, Any]:
                 hint=f"Give {REUSE}, or FIELD=VALUE with one of {', '.join(COMPARED)}.",
             )
         changes[name] = value == "true" if name == "exact" else int(value) if number else value
-    return changes
-
-
-def check_reached(name: str, changes: Mapping[str, Any], longest: int) -> None:
-    """Raises UsageError where a feature's chunks end behind prompts of `longest` tokens: it never is at work."""
-    chunk_len = changes.get("chunk_len", 0)
-    if chunk_len >= longest:
-        raise UsageError(
-            f"--compare {name} would never be at work: a chunk of {chunk_len:,} tokens holds all of a prompt of "
-            f"{longest:,}.",
-            hint="Give --lengths more tokens, or a smaller chunk_len.",
+    if changes.get("chunk_len", 0) >= longest:
+        reason = (
+            f"--compare {text} would never be at work: a chunk holds all of a prompt of {longest:,} tokens."
         )
+        raise UsageError(reason, hint="Give --lengths more tokens, or a smaller chunk_len.")
+    return changes
 
 
 def settings_in_use(asker: Asker) -> dict[str, Any]:
@@ -152,7 +147,7 @@ def feature_row(name: str, records: Sequence[Record], reference: Sequence[Record
     active = sum(record["active"] for record in ours)
     if not active:
         raise UsageError(
-            f"{name} was not at work in any of {len(ours)} samples, so nothing was compared.",
+            f"{name} was not at work in any of {len(ours)} sample{'s' * (len(ours) != 1)}, so nothing was compared.",
             hint="Ask for longer prompts, or leave it out of --compare.",
         )
     kl = [value for record in ours for value in record["kl"]]

@@ -218,14 +218,10 @@ def read_report(path: Path) -> dict[str, Any]:
         found["settings"] = dict(found["settings"])
         for record in found["records"]:
             trial_key(record)
-    except OSError as error:
-        raise CorruptFileError(
-            f"{path} cannot be read: {error.strerror}.", hint="Check the path and its permissions."
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(
-            f"{path} is no recall report of version {VERSION}.", hint="Name another file."
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        other = f"is no recall report of version {VERSION}"
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else other
+        raise CorruptFileError(f"{path} {why}.", hint="Name another file.") from error
     return dict(found)
 
 
@@ -233,12 +229,9 @@ def check_shared(earlier: dict[str, Any], grid: Grid, haystack: Path | None) -> 
     """Raises UsageError where a report that was read holds no sample of the grid: nothing could be compared."""
     for name, ours in (("density", grid.density), ("haystack", None if haystack is None else str(haystack))):
         if (theirs := earlier["settings"].get(name)) != ours:
-            raise UsageError(
-                f"The earlier report has {name} {theirs!r}, and this run {ours!r}: they share no sample.",
-                hint=f"Run both with the same --{name}.",
-            )
-    if not {trial_key(trial) for trial in grid.trials()} & {trial_key(r) for r in earlier["records"]}:
-        raise _no_shared()
+            reason = f"The earlier report has {name} {theirs!r}, and this run {ours!r}: they share no sample."
+            raise UsageError(reason, hint=f"Run both with the same --{name}.")
+    compare(({**trial, "right": False} for trial in grid.trials()), earlier["records"])
 
 
 def run_grid(
@@ -333,17 +326,13 @@ def compare(first: Iterable[Record], second: Iterable[Record]) -> Comparison:
     others = {trial_key(r): bool(r["right"]) for r in second}
     pairs = [(bool(r["right"]), others[trial_key(r)]) for r in first if trial_key(r) in others]
     if not pairs:
-        raise _no_shared()
+        raise UsageError(
+            "The two reports have no sample in common.",
+            hint="Run both with the same tasks, languages, lengths, depths and seed.",
+        )
     one = sum(a and not b for a, b in pairs)
     two = sum(b and not a for a, b in pairs)
     return Comparison(len(pairs), sum(a and b for a, b in pairs), one, two, mcnemar(one, two))
-
-
-def _no_shared() -> UsageError:
-    return UsageError(
-        "The two reports have no sample in common.",
-        hint="Run both with the same tasks, languages, lengths, depths and seed.",
-    )
 
 
 def mcnemar(one: int, two: int) -> float:

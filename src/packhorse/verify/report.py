@@ -49,8 +49,8 @@ def render_html(
         "<meta name=viewport content='width=device-width, initial-scale=1'>",
         f"<title>Recall of {escape(str(settings['model']))}</title><style>{STYLE}</style>",
         f"<h1>Recall of {escape(str(settings['model']))}</h1>",
-        f"<p>{len(records):,} questions; {about}. An answer is right when it names all that was asked "
-        "for and nothing else of that kind. Intervals are Wilson's, 95&nbsp;%.</p>",
+        f"<p>{len(records):,} question{'s' * (len(records) != 1)}; {about}. An answer is right when it names all "
+        "that was asked for and nothing else of that kind. Intervals are Wilson's, 95&nbsp;%.</p>",
         _figures(summarize(records)),
     ]
     if comparison is not None:

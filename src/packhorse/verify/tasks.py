@@ -140,9 +140,7 @@ def read_haystack(folder: Path) -> list[str]:
     Raises UsageError where there are none, or no such folder.
     """
     if not folder.is_dir():
-        raise UsageError(
-            f"There is no folder {folder}.", hint="Name one with plain text files for --haystack."
-        )
+        raise UsageError(f"There is no folder {folder}.", hint="Name one with text files for --haystack.")
     files = sorted(p for p in folder.rglob("*") if p.suffix in (".txt", ".md") and p.is_file())
     text = "\n".join(p.read_text(encoding="utf-8", errors="replace") for p in files)
     parts = re.split(r"(?<=[.!?])\s+|\n\s*\n|(?<=[。！？])", text)  # noqa: RUF001 - Chinese marks
