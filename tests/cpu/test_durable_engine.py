@@ -143,6 +143,16 @@ def test_edits_forks_and_regenerated_answers_in_processes_of_their_own(tmp_path,
     assert reused[4] == 192, "where two prompts part there is a snapshot"
 
 
+def test_no_token_waits_for_the_disk(tmp_path):
+    engine = start(DENSE, tmp_path)
+    ask(engine, IDS[:200], max_tokens=1)
+    assert engine.is_behind  # the answer is out, and nothing of its prompt has been copied
+    ask(engine, IDS[200:230], max_tokens=1)  # no whole page, nothing to keep: its step began with what waited
+    assert not engine.is_behind
+    engine.flush()
+    assert engine.store.lower.events["disk_written_bytes"] > 0
+
+
 class StoreMachine(machines.EngineMachine):
     """Requests, cancels, restarts and damaged files, over all tiers."""
 

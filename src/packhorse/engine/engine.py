@@ -114,7 +114,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise what `add` raises over the request by itself. From any thread: nothing is changed."""
         vocab = self.runner.model.facts.vocab_size
-        bad = next((t for t in request.token_ids if not 0 <= t < vocab), None)
+        ends = (min(request.token_ids, default=0), max(request.token_ids, default=0))
+        bad = next((t for t in ends if not 0 <= t < vocab), None)
         if bad is not None:
             raise InvalidRequestError(
                 f"Token id {bad} is not in the model's vocabulary of {vocab:,}.",
@@ -152,9 +153,9 @@ class Engine:
         self._step, self._drawn = None, False
         try:
             self._step = step = self.scheduler.schedule()
+            self.write_behind()  # not at the end: the tokens that were drawn there would wait for it
             began = self._clock()
             events = self._compute_step(step)
-            self.write_behind()
         except Exception as error:
             check_answers(self.runner.model.device, error)
             raise
@@ -170,7 +171,7 @@ class Engine:
         return self.store.lower is not None and self.store.lower.is_behind
 
     def write_behind(self, *, wait: bool = False) -> None:
-        """Take a slice of what is to be kept on disk off the device: a step's end does, and whoever is idle.
+        """Take a slice of what is to be kept on disk off the device: a step begins so, and whoever is idle does.
         wait: for the disk, where it is behind."""
         if self.store.lower is not None:
             self.store.lower.advance(WRITE_BEHIND_BYTES, wait=wait)
