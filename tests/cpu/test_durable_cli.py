@@ -300,15 +300,17 @@ def test_cache(tmp_path, capsys, hut):
 def test_why_says_how_it_was_read(tmp_path, capsys, hut):
     """What agrees to the last token is of no use to a request in another codec."""
     store, model = tmp_path / "s", str(shared_folder("qwen3", PLAIN))
-    for kv, ways in (("bf16", ["bf16"]), ("fp16", ["bf16", "fp16"])):
+    ways = []
+    for kv in ("bf16", "fp16"):
         assert ask(store, hut, "--kv", kv, QUESTION, family="qwen3") == 0
         capsys.readouterr()
         told = cache(capsys, "why", model, QUESTION, "--document", hut, "--store", store)
         assert told["reason"] == "all that is stored agrees" and told["reused_tokens"] > 900
-        assert (
-            told["only_for"]
-            == f"requests in {', or in '.join(f'fp32 with K and V in {way}' for way in ways)}"
-        )
+        ways.append(f"fp32 on cpu, exact, K and V in {kv}")
+        assert told["only_for"] == f"requests in {', or in '.join(ways)}"
+    assert cli.run(["cache", "ls", "--store", str(store)]) == 0
+    shown = capsys.readouterr().out
+    assert "(fp32 on cpu, exact; bf16)" in shown and "(fp32 on cpu, exact; fp16)" in shown
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

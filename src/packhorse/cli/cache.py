@@ -310,7 +310,7 @@ def why(store: DurableStore, path: Path, chat: dict[str, Any]) -> dict[str, Any]
         cause = f"under {MIN_TOKENS} tokens the text alone is stored" if described["text_only"] else cause
         reason += f", and nothing is reused: {cause}"
     abouts = [store.models()[other.model] for other in agreed[length]]
-    ways = {f"{about.get('computes_in', '?')} with K and V in {about.get('kv', '?')}" for about in abouts}
+    ways = {f"{about.get('computes_in', '?')}, K and V in {about.get('kv', '?')}" for about in abouts}
 
     def text(tokens: Any) -> str:
         return tokenizer.decode(list(tokens), skip_special=False)
@@ -342,14 +342,14 @@ def show(found: dict[str, Any]) -> None:
     """Print a document as lines for people."""
     prefixes = (*found.get("documents", ()), *found.get("prefixes", ()))
     if prefixes:
-        print(f"{'id':<36}  {'tokens':>9}  {'size':>11}  {'last used':<16}  model (KV)  name")
+        print(f"{'id':<36}  {'tokens':>9}  {'size':>11}  {'last used':<16}  model (computes in; KV)  name")
     for prefix in prefixes:
         lost = f"  {prefix['lost_tokens']:,} tokens of it are not stored" if prefix["lost_tokens"] else ""
         lost = f"  text only (under {MIN_TOKENS} tokens)" if prefix["text_only"] else lost
         print(
             f"{prefix['id']:<36}  {prefix['tokens']:>9,}  {format_bytes(prefix['bytes']):>11}  "
             f"{prefix['last_used']}  {'pinned  ' if prefix['pinned'] else ''}{prefix['model']} "
-            f"({prefix.get('kv', '?')})  {prefix['label']}{lost}"
+            f"({prefix.get('computes_in', '?')}; {prefix.get('kv', '?')})  {prefix['label']}{lost}"
         )
     if prefixes:
         print("What several of these share is in the size of each.")

@@ -130,7 +130,9 @@ def _assemble(
         joined=sizes.joined_segments, secret=b"" if disk is None else disk.secret, seed=identity,
     )  # fmt: skip
     if disk is not None or config.ram:
-        about = {"name": facts.name, "path": str(facts.path), "computes_in": sizes.dtype, "kv": sizes.kv}
+        # All that two identities of one model's files can differ in.
+        how = f"{sizes.dtype} on {config.device.partition(':')[0]}{', exact' * config.exact}{', packed' * sizes.packed}"
+        about = {"name": facts.name, "path": str(facts.path), "computes_in": how, "kv": sizes.kv}
         about["page_len"] = str(config.page_len)
         number = 0 if disk is None else disk.add_model(identity, about)
         store.add_tiers(ram_bytes=config.ram, disk=disk, model=number)
