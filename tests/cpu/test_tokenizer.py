@@ -9,18 +9,19 @@ import time
 import unicodedata
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import regex
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from packhorse.core.errors import TokenizerError
 from packhorse.core.types import LayerKind
 from packhorse.facts.model import ModelFacts, RopeFacts
-from packhorse.text.tokenizer import LETTER_BYTES, Detokenizer, Tokenizer, text_marks
+from packhorse.text.tokenizer import LETTER_BYTES, REMEMBERED, Detokenizer, Tokenizer, text_marks
 from smollm2 import smollm2
 
 CORPUS = [
@@ -402,6 +403,76 @@ def test_marks_lie_on_the_last_whole_token_before_an_end(trained, texts, data):
     }
     assert set(marks) == expected - {0}
     assert list(marks) == sorted(marks)
+
+
+PIECES = [
+    "\n", "\n\n", "\r\n", "\n  ", " ", "   ", "\t", "mule", "The hut", "'s", "'LL", "12", "4567", "...", ".\n", ".\n/",
+    "/", "é", "e\u0301", "\u0301", "漢字", "한", "\u1161", "<|mark|>", "<think>", "<|mark|>\n", "======", "\u00a0",
+    "\u2028", "😀",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", sorted(TWIN_SPLITS))
+def test_a_text_that_begins_as_an_earlier_one_gets_the_same_ids(trained, pre):
+    """Bounds far below the true ones, so that what is joined is short and the place where texts part is near."""
+    metadata = metadata_of(trained, pre)
+    plain, whole = from_gguf(metadata), []
+    plain._splits_by_rule = False
+    drawn = st.lists(st.sampled_from(PIECES), min_size=15, max_size=40)
+
+    @QUICK
+    @given(drawn, st.lists(st.tuples(st.floats(0.5, 1), drawn), min_size=3, max_size=3))
+    def check(base, changes):
+        tokenizer = from_gguf(metadata)
+        encode, base = tokenizer._encode, "".join(base)
+        for part, more in changes:
+            text = base[: round(part * len(base))] + "".join(more[:12])
+            encoded: list[str] = []
+            tokenizer._encode = lambda text, special, encoded=encoded: (
+                encoded.append(text) or encode(text, special)
+            )
+            assert tokenizer.encode_with_ends(text, False) == plain.encode_with_ends(text, False)
+            whole.append(encoded == [text])
+
+    with mock.patch.multiple("packhorse.text.tokenizer", LONG_CHARS=24, KNOWN_CHARS=8):
+        check()
+    assert whole.count(False) > len(whole) // 8
+
+
+def test_only_an_owners_own_texts_are_gone_on_from(trained):
+    tokenizer = from_gguf(metadata_of(trained, "qwen2"))
+    one, two, encoded = tokenizer.of("one"), tokenizer.of("two"), []
+    for some in (one, two):
+        some._encode = lambda text, special: encoded.append(len(text)) or tokenizer._encode(text, special)
+    text = CORPUS[0] * 300
+    for some, end in ((one, "What?"), (two, "What?"), (one, "Who?"), (two, "Who?"), (one, "Who?")):
+        ids, ends = some.encode_with_ends(text + end, False)
+        assert (ids, ends) == tokenizer._encode(text + end, False)
+    assert encoded[:2] == [len(text) + 5] * 2 and max(encoded[2:]) < 1500
+    for number in range(9):  # documents of others push out the oldest
+        two.encode_with_ends(f"{number} {text}", False)
+    one.encode_with_ends(text, False)
+    assert encoded[-1] == len(text) and len(tokenizer._texts) == REMEMBERED
+
+
+def test_without_rules_every_text_is_encoded_whole(trained):
+    """SentencePiece merges across words, an added bos is no part of what follows, and a rule may look back."""
+    found = Tokenizer(tokenizers.Tokenizer.from_str(trained.to_str()))
+    assert found._splits_by_rule
+    for part in (pre_tokenizers.Metaspace(), pre_tokenizers.ByteLevel(use_regex=False), None):
+        changed = tokenizers.Tokenizer.from_str(trained.to_str())
+        changed.pre_tokenizer = part
+        assert not Tokenizer(changed)._splits_by_rule
+    for rule in (r"(?<=\n)x| ?\S+|\s+", r"(?<!a) ?\S+|\s+", r"[^.]+|\.", "§"):
+        changed = tokenizers.Tokenizer.from_str(trained.to_str())
+        changed.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(rule), "isolated")
+        assert not Tokenizer(changed)._splits_by_rule
+    changed = tokenizers.Tokenizer.from_str(trained.to_str())
+    changed.normalizer = normalizers.Replace("x", "xx")
+    assert not Tokenizer(changed)._splits_by_rule
+    bos = from_gguf(metadata_of(trained, "qwen2", **{"tokenizer.ggml.add_bos_token": True}))
+    bos.encode_with_ends(CORPUS[0] * 300)
+    assert bos._texts == []
 
 
 def test_older_tokenizer_files_go_through_transformers(trained, tmp_path):

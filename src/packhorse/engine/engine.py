@@ -56,38 +56,23 @@ class Engine:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        store: KVStore,
-        *,
-        sequences: int,
-        chunk_len: int,
-        window: int,
-        eos_ids: tuple[int, ...],
-        detokenizer: Callable[[], Detokenizer],
-        sweep_len: int = 0,
-        tail_len: int = TAIL_LEN,
-        max_decode_gap: float = 0.25,
+        self, runner: Runner, store: KVStore, *, sequences: int, chunk_len: int, window: int,
+        eos_ids: tuple[int, ...], detokenizer: Callable[[], Detokenizer], sweep_len: int = 0,
+        tail_len: int = TAIL_LEN, max_decode_gap: float = 0.25,
         experts: StreamedExperts | FetchedExperts | None = None,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.runner = runner
         self.store = store
         self.experts = experts
         # Idle pages, and working memory, which what the store brings back passes through, as the rows that follow do.
         store.before_taking = runner.make_room
         self.window = min(window, store.capacity)
+        facts = runner.model.facts
         self.scheduler = Scheduler(
-            sequences,
-            chunk_len,
-            self.window,
-            self._open,
-            exact=runner.model.exact,
-            model_window=runner.model.facts.context,
-            sweep_len=sweep_len,
-            num_layers=runner.model.facts.num_layers,
-            tail_len=tail_len,
-        )
+            sequences, chunk_len, self.window, self._open, exact=runner.model.exact, model_window=facts.context,
+            sweep_len=sweep_len, num_layers=facts.num_layers, tail_len=tail_len,
+        )  # fmt: skip
         self.sweeper: SweepRunner | None = None
         if sweep_len:
             self.sweeper = SweepRunner(runner, store, self.scheduler.sweep_rows, clock=clock)

@@ -139,17 +139,11 @@ def _assemble(
     graphs, stepping = step_graphs(model, store, experts, config, sizes)
     stepping = (*pinning, *stepping)
     engine = Engine(
-        Runner(model, graphs=graphs),
-        store,
-        sequences=config.sequences,
-        chunk_len=sizes.chunk_len,
-        window=sizes.context,
-        eos_ids=facts.eos_ids,
-        detokenizer=detokenizer,
-        sweep_len=sizes.sweep_len,
+        Runner(model, graphs=graphs), store, sequences=config.sequences, chunk_len=sizes.chunk_len,
+        window=sizes.context, eos_ids=facts.eos_ids, detokenizer=detokenizer, sweep_len=sizes.sweep_len,
         max_decode_gap=config.max_decode_gap,
         experts=experts if isinstance(experts, StreamedExperts | FetchedExperts) else None,
-    )
+    )  # fmt: skip
     if isinstance(experts, StreamedExperts):
         for layer in geometry.full_layers:
             experts.lend(partial(store.idle_pages, layer))

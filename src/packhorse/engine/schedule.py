@@ -249,18 +249,10 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        sequences: int,
-        chunk_len: int,
-        window: int,
-        admit: Callable[[Request], Handle | None],
-        *,
-        exact: bool = False,
-        model_window: int = 0,
-        sweep_len: int = 0,
-        num_layers: int = 1,
+        self, sequences: int, chunk_len: int, window: int, admit: Callable[[Request], Handle | None], *,
+        exact: bool = False, model_window: int = 0, sweep_len: int = 0, num_layers: int = 1,
         tail_len: int = TAIL_LEN,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert not sweep_len or sweep_len >= chunk_len
         self.sequences = sequences
         self.chunk_len = chunk_len

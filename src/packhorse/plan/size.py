@@ -260,16 +260,10 @@ def _stream_experts(facts: ModelFacts, config: EngineConfig, fixed: Sizes, room:
     if sweep_len:
         note += f"; long prompts are read in sweeps of {sweep_len:,} tokens"
     return replace(
-        fixed,
-        weight_bytes=weights,
-        expert_slots=slots,
-        expert_bytes=slots * block + buffers,
-        sweep_len=sweep_len,
-        workspace_bytes=fixed.workspace_bytes + residuals,
-        pinned_bytes=experts,
-        host_bytes=fixed.host_bytes + experts,
-        notes=(*fixed.notes, note),
-    )
+        fixed, weight_bytes=weights, expert_slots=slots, expert_bytes=slots * block + buffers, sweep_len=sweep_len,
+        workspace_bytes=fixed.workspace_bytes + residuals, pinned_bytes=experts,
+        host_bytes=fixed.host_bytes + experts, notes=(*fixed.notes, note),
+    )  # fmt: skip
 
 
 def choose_chunk_len(

@@ -178,7 +178,7 @@ class _Ingest:
         service, tenant = self.service, self.service.tenant(self.call)
         try:
             request, reading = await service.prepare(
-                service.preparer.document, self.document, self.call.id, tenant
+                service.preparer_for(self.call).document, self.document, self.call.id, tenant
             )
         except PromptTooLongError as error:
             raise too_long(error, "file", "Or split the document.") from error

@@ -42,16 +42,9 @@ class LongResponse(Response):
     """
 
     def __init__(
-        self,
-        frames: AsyncGenerator[bytes],
-        *,
-        request_id: str,
-        sse: bool,
-        keep_alive: float,
-        stall: float,
-        on_close: Callable[[bool, ApiError | None], None],
-        headers: dict[str, str],
-    ) -> None:
+        self, frames: AsyncGenerator[bytes], *, request_id: str, sse: bool, keep_alive: float, stall: float,
+        on_close: Callable[[bool, ApiError | None], None], headers: dict[str, str],
+    ) -> None:  # fmt: skip
         self.frames = frames
         self.request_id = request_id
         self.sse = sse

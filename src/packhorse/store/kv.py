@@ -323,21 +323,11 @@ class KVStore:
         slot = self._slots.take_active()
         assert slot is not None
         sequence = StoredSequence(
-            slot=slot,
-            cached_len=match.length,
-            position=match.length,
-            prompt_len=len(token_ids),
-            token_ids=list(token_ids),
-            encoded=bytearray(encoded),
-            page_ids=page_ids,
-            fragments=self._fragments(page_ids),
-            wanted=[],
-            tip=tip,
-            clock=self._clock,
-            root=root,
-            keep=keep,
+            slot=slot, cached_len=match.length, position=match.length, prompt_len=len(token_ids),
+            token_ids=list(token_ids), encoded=bytearray(encoded), page_ids=page_ids,
+            fragments=self._fragments(page_ids), wanted=[], tip=tip, clock=self._clock, root=root, keep=keep,
             label=label,
-        )
+        )  # fmt: skip
         self._open[slot] = sequence
         fork = match.fork
         if reuse and self.lower is not None:

@@ -139,16 +139,9 @@ class PrefixTree:
                 return entry
 
     def insert(
-        self,
-        parent: Entry,
-        tokens: bytes | bytearray,
-        stop: int,
-        page_ids: Sequence[int],
-        snapshot: int | None,
-        *,
-        marked: bool,
-        last_used: int,
-    ) -> Inserted:
+        self, parent: Entry, tokens: bytes | bytearray, stop: int, page_ids: Sequence[int], snapshot: int | None, *,
+        marked: bool, last_used: int,
+    ) -> Inserted:  # fmt: skip
         """Add the entry [parent.stop, stop) below `parent`, which `descend` has returned for these tokens.
 
         Children that begin with the same tokens are split there and move below: the new entry then keeps the

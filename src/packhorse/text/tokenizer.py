@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import codecs
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,24 @@ from packhorse.facts.model import ModelFacts
 from packhorse.text.gguf_vocab import gguf_special_tokens, tokenizer_from_gguf
 
 OLDER_FILES = ("tokenizer.model", "vocab.json", "tiktoken.model")
+LONG_CHARS = 16_384
+"""Texts of at least so many characters are remembered with their ids, for later ones that begin in the same way."""
+REMEMBERED = 4
+REMEMBERED_CHARS = 4_000_000
+"""No longer ones."""
+KNOWN_CHARS = 1024
+"""A text goes on from an earlier one's ids so far before the place where the two part at least."""
+LINE_STARTS = "a\nb\n\nb. \n1\u6f22\n\u6f22"
+LINES = 64
+"""Beginnings of lines that are looked at for that."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Encodes text and decodes ids of one model. Thread-safe: nothing changes after it is made, save a cache.
+    """Encodes text and decodes ids of one model. Thread-safe: nothing changes after it is made, save caches.
 
-    special_tokens: the tokens that chat templates know by name (`bos_token`, `eos_token`, ...), as text.
+    special_tokens: the tokens that chat templates know by name (`bos_token`, `eos_token`, ...), as text. owner: whose
+    texts it encodes; see `of`.
     """
 
     def __init__(
@@ -43,6 +57,17 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
         self._decoder = _TokenBytes(backend)
         self._bytes: dict[int, bytes] = {}
+        self.owner = ""
+        self._texts: list[_Encoded] = []  # the latest first
+        self._has_edges = backend.num_special_tokens_to_add(False) > 0
+        self._splits_by_rule = _splits_by_rule(backend)
+
+    def of(self, owner: str) -> Tokenizer:
+        """The same tokenizer for what `owner` sends: it goes on from texts of that owner alone, for the time that takes
+        would tell others of them."""
+        found = copy(self)
+        found.owner = owner
+        return found
 
     @classmethod
     def load(cls, facts: ModelFacts) -> Tokenizer:
@@ -89,11 +114,41 @@ class Tokenizer:
         """Token ids, and for each the number of characters of `text` it and those before it reach into.
 
         The second list never falls; the tokens of one character that is split over several all reach
-        behind it.
+        behind it. A long text that begins as one of the last few of the same owner did is encoded from there on.
         """
+        can_join = self._splits_by_rule and LONG_CHARS <= len(text) <= REMEMBERED_CHARS
+        if not can_join or (special and self._has_edges):
+            return self._encode(text, special)
+        alike = [(_common_len(text, old.text), old) for old in self._texts if old.owner == self.owner]
+        common, old = max(alike, key=lambda pair: pair[0], default=(0, _NOTHING))
+        new = self._join(text, common, old)
+        # It takes the place of the one that it mostly repeats: a question about a document that of the one before.
+        others = [t for t in self._texts if t is not old or 2 * common < len(old.text)]
+        self._texts[:] = [new, *others][:REMEMBERED]
+        return new.ids.tolist(), new.ends.tolist()
+
+    def _encode(self, text: str, special: bool) -> tuple[list[int], list[int]]:
         encoding = self.backend.encode_batch([text], add_special_tokens=special)[0]
         # Added bos and eos tokens have the offsets (0, 0): the running maximum puts eos at the end.
         return encoding.ids, list(accumulate((end for _, end in encoding.offsets), max))
+
+    def _join(self, text: str, common: int, old: _Encoded) -> _Encoded:
+        """`text`, whose first `common` characters are those of `old`: its ids up to where a line begins, and those of
+        the rest. The rules that split a text decide on what is before a line without what follows its first letter, and
+        put a split there; that `old`'s tokens come again behind it is looked at besides."""
+        line, edge = common - KNOWN_CHARS, bisect_right(old.ends, common - KNOWN_CHARS // 2)
+        for _ in range(LINES):
+            line = text.rfind("\n", 0, max(line, 0)) + 1
+            at = bisect_right(old.ends, line)
+            if line and text[line].isalnum() and old.ends[at - 1] == line:
+                ids, ends = self._encode(text[line:], special=False)
+                if edge > at and array("I", ids[: edge - at]) == old.ids[at:edge]:
+                    reached = array("I", [line + end for end in ends])
+                    return _Encoded(self.owner, text, old.ids[:at] + array("I", ids), old.ends[:at] + reached)
+                break
+            line -= 1
+        ids, ends = self._encode(text, special=False)
+        return _Encoded(self.owner, text, array("I", ids), array("I", ends))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
@@ -122,6 +177,44 @@ class Tokenizer:
         """Id of a token by its exact name in the vocabulary, None without one."""
         found: int | None = self.backend.token_to_id(token)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Encoded:
+    """A text, its ids and where they end, and whose it is."""
+
+    owner: str
+    text: str
+    ids: array[int]
+    ends: array[int]
+
+
+_NOTHING = _Encoded("", "", array("I"), array("I"))
+
+
+def _common_len(one: str, other: str) -> int:
+    """With how many characters both begin; 0 for less than LONG_CHARS."""
+    known, bound = 0, min(len(one), len(other)) + 1
+    if one[:LONG_CHARS] != other[:LONG_CHARS]:
+        return 0
+    while bound - known > 1:
+        middle = (known + bound) // 2
+        known, bound = (middle, bound) if one[known:middle] == other[known:middle] else (known, middle)
+    return known
+
+
+def _splits_by_rule(backend: tokenizers.Tokenizer) -> bool:
+    """Whether rules that do not look back split a text before anything is merged, always where a line begins with a
+    letter or a digit, and its characters stay as they are or are composed (NFC)."""
+    parts = (backend.normalizer, backend.pre_tokenizer)
+    normalizer, splitter = (json.loads(part.__getstate__()) if part is not None else {} for part in parts)
+    rules = [
+        rule for rule in [splitter, *splitter.get("pretokenizers", ())] if rule.get("type") != "Sequence"
+    ]
+    if not all(rule.get("type") in ("Split", "ByteLevel", "Digits") for rule in rules) or "(?<" in str(rules):
+        return False
+    splits = {start for _, (start, _) in backend.pre_tokenizer.pre_tokenize_str(LINE_STARTS)}
+    return splits >= {2, 5, 9, 12} and normalizer.get("type", "NFC") == "NFC"
 
 
 class Detokenizer:
