@@ -256,7 +256,7 @@ def run_pairs(
         context=longest, sequences=args.at_once, kv_tokens=longest * args.at_once, device=args.device, dtype="fp32",
         chunk_len=PAIR_CHUNK, snapshots=64, threads=1,
     )  # fmt: skip
-    changes = {name: parse_changes(name) for name in features}
+    changes = {name: parse_changes(name, longest) for name in features}
     folder = args.assets / f"recall-{model}"
     batches = {"": Batch(folder, reference, lock)}
     for documents in batched(texts, args.at_once):
