@@ -1,6 +1,9 @@
 """Recall tasks: exact to the token, same from the same seed, true to what they hide, scored as documented."""
 
+import itertools
 import os
+import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 import tokenizers
 
 from packhorse.core.errors import DoesNotFitError, UsageError
+from packhorse.verify import words as w
 from packhorse.verify.makers import MAKERS
 from packhorse.verify.tasks import LANGUAGES, TASKS, Sample, build, build_together, read_haystack, score
 
@@ -143,8 +147,8 @@ def test_counting_counts_what_the_document_says():
 def test_order_names_the_first():
     for seed in range(8):
         sample = make("order", seed=seed)
-        keys = sample.pattern.split("|")
         text = text_of(sample)
+        keys = sample.question.rstrip("?").partition("the ")[2].split(" or the ")
         first = min(keys, key=lambda k: text.index(f"Then the {k} was sold."))
         assert sample.expected == (first,)
 
@@ -171,6 +175,144 @@ def test_frequent_words_are_the_most_frequent():
     words = sample.chat[0]["content"].split("\n\n")[1].split()
     counts = sorted((words.count(word) for word in set(words) - {"the"}), reverse=True)
     assert sorted((words.count(w) for w in sample.expected), reverse=True) == counts[:3]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("density", [None, 1.0, 6.0, 7.0])
+def test_the_repeated_request_comes_three_times_and_its_line_is_expected(density, language):
+    for seed in range(12):
+        sample = make("repeated_request", length=2000, seed=seed, density=density, language=language)
+        said = [m["content"] for m in sample.chat]
+        topic = re.search(r"about the (\w+),|关于(.+)的第", sample.question)
+        ask = f"Write a line about the {topic[1]}." if topic[1] else f"写一句关于{topic[2]}的话。"
+        assert said.count(ask) == 3
+        lines = [reply for asked, reply in itertools.pairwise(said) if asked == ask]
+        assert sample.expected == (lines[int(re.search(r"\d", sample.question)[0]) - 1],)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("density", [0.0, None, 8.0, 30.0])
+def test_two_documents_hold_a_value_each(density, language):
+    for depth, seed in itertools.product((0.0, 0.1, 0.5, 0.9, 1.0), range(8)):
+        sample = make(
+            "two_documents", length=1024, depth=depth, seed=seed, density=density, language=language
+        )
+        first, second = re.split(r"\n\n(?:Document 2|文件二)", text_of(sample))
+        assert [(value in first, value in second) for value in sample.expected] == [
+            (True, False),
+            (False, True),
+        ]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize(("task", "asked"), [("frequent_words", 3), ("common_words", 5)])
+def test_no_word_is_as_frequent_as_the_last_that_is_asked_for(task, asked, language):
+    for length, seed in itertools.product((150, 256, 300), range(20)):
+        sample = make(task, length=length, seed=seed, language=language)
+        text = text_of(sample).split("\n\n")[1]
+        nouns = w.NOUNS if language == "en" else w.ZH_NOUNS
+        counts = Counter(re.findall("|".join(sorted(nouns, key=len, reverse=True)), text)).most_common(
+            asked + 1
+        )
+        assert {word for word, _ in counts[:asked]} == set(sample.expected)
+        assert counts[asked - 1][1] > counts[asked][1]
+
+
+def test_a_document_too_short_to_have_one_right_answer_is_refused():
+    with pytest.raises(UsageError, match="None of 100 documents of 32 tokens for frequent_words"):
+        make("frequent_words", length=32)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("task", ["counting", "variables", "repeated_request"])
+def test_a_density_that_does_not_fit_is_refused_with_one_that_does(task, language):
+    with pytest.raises(DoesNotFitError, match="without any filler, and 1,100 were asked for") as found:
+        make(task, length=1100, density=50.0, language=language)
+    density = float(re.search(r"Give --density ([\d.]+) or less", found.value.hint)[1])
+    assert density > 1
+    for seed in range(8):
+        make(task, length=1100, density=density, seed=seed, language=language)
+
+
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does():
+    with pytest.raises(DoesNotFitError) as found:
+        make("multi_value", length=90, density=50.0)
+    length = int(re.search(r"Ask for (\d+) tokens or more", found.value.hint)[1])
+    assert make("multi_value", length=length, density=0.0).length == length
+
+
+ENGLISH, CHINESE = "the old clerk mended seven ropes by the mill ", "老人在早上修好了几张旧地图然后去了市场"
+DOCS = "\n".join(file.read_text() for file in sorted((Path(__file__).parents[2] / "docs").glob("*.md")))
+WRITTEN = {
+    "lines": "\n".join(f"{ENGLISH}{number}" for number in range(3000)),
+    "english": ENGLISH * 9000,
+    "chinese": CHINESE * 9000,
+    "code": "abcdefgh" * 9000,
+    "docs": DOCS,
+}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_haystack_is_used_whatever_its_lines_are_like(written, language, tmp_path):
+    (tmp_path / "a.TXT").write_text(WRITTEN[written])
+    haystack = read_haystack(tmp_path)
+    assert max(map(len, haystack)) <= 240
+    blank = str.maketrans("", "", " \n")
+    assert (
+        "".join(haystack).translate(blank) == WRITTEN[written].replace("\t", "").translate(blank)
+        or written == "docs"
+    )
+    own = set("".join(haystack)) | {" "}
+    for length, encode in itertools.product((700, 2000), (recall_chat, other_chat)):
+        sample = build(
+            "single", encode, length=length, depth=0.5, seed=1, language=language, haystack=haystack
+        )
+        body = sample.chat[0]["content"].split("\n\n", 1)[1].removesuffix(f"\n\n{sample.question}")
+        pad = re.search(r"(( the)*|( and)*|( a)*|( so)*|( x)*|\.*|( 1)*|\n*)$", body)[0]
+        assert len(encode([{"role": "user", "content": pad}])) < 0.04 * length + 8
+        fact = sample.reply
+        assert set(body.removesuffix(pad).replace(fact, "")) <= own
+        assert length < 2000 or 0.3 < body.index(fact) / len(body) < 0.7
+
+
+def test_an_endless_line_costs_no_time(tmp_path):
+    (tmp_path / "a.txt").write_text(ENGLISH * 10_000)
+    haystack = read_haystack(tmp_path)
+    counted: list[int] = []
+
+    def encode(chat: list[dict[str, str]]) -> list[int]:
+        ids = recall_chat(chat)
+        counted.append(len(ids))
+        return ids
+
+    build("single", encode, length=1000, depth=0.5, seed=1, haystack=haystack)
+    assert sum(counted) < 40_000
+
+
+def test_words_of_a_haystack_stay_whole(tmp_path):
+    (tmp_path / "a.txt").write_text(ENGLISH * 100)
+    assert set(" ".join(read_haystack(tmp_path)).split()) == set(ENGLISH.split())
+
+
+def test_special_tokens_of_a_haystack_are_text(tmp_path):
+    (tmp_path / "a.txt").write_text("It ends.<|im_end|>\n<|im_start|>user <think> </s> a < b. One > two.")
+    haystack = read_haystack(tmp_path)
+    sample = make("single", haystack=haystack, length=600)
+    assert sample.token_ids.count(recall_tokenizer().token_to_id("<|im_end|>")) == 1
+    assert "< |im_end|>" in text_of(sample)
+    assert "a < b." in text_of(sample)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n\x1a\n\0\0", b"plain \0 text", "Gr\u00fc\u00dfe".encode("latin-1")]
+)
+def test_a_file_that_is_no_text_is_named(content, tmp_path):
+    (tmp_path / "good.txt").write_text("A sentence.")
+    (tmp_path / "bad.md").write_bytes(content)
+    with pytest.raises(UsageError, match=r"bad\.md cannot be read: it is no text in UTF-8") as found:
+        read_haystack(tmp_path)
+    assert "--haystack" in found.value.hint
 
 
 def test_haystack_of_ones_own_files(tmp_path):

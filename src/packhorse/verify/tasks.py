@@ -3,28 +3,42 @@
 seed -> maker (units, plant, distractors) -> as many units as fit -> padding -> exactly `length` tokens
 
 Scoring. Every kind has a pattern that finds candidate answers in a text (numbers of so many digits, two-word
-names, words of the list, ...). An answer is right when the set of candidates in it equals the set of expected
-values: all of them, in any order, as often as it likes, and no other. `share` is the part of the expected
-values that was named, 0 where another candidate was named too. Case counts as the text has it, and full-width
-digits are read as plain ones. A model's thoughts are no part of its answer.
+names, words of the kind that a list has, ...). An answer is right when the set of candidates in it equals the set
+of expected values: all of them, as often as it likes, and no other. Their order counts where each belongs to a key or
+a document: the ones named go with the values named, first with first, and those not named follow as they were asked.
+`share` is the part of the expected values that was named (with its own), 0 where another candidate was named too.
+Case, full-width digits, the marks of emphasis and separators of thousands make no difference (`plain`). A model's
+thoughts are no part of its answer.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from operator import eq
 from pathlib import Path
 from random import Random
 
 from packhorse.core.errors import DoesNotFitError, UsageError
-from packhorse.verify.makers import MAKERS, Maker, Plant
+from packhorse.verify.makers import COUNTS, MAKERS, Maker, Plant
 
 TASKS = tuple(MAKERS)
 LANGUAGES = ("en", "zh")
 PADS = (" the", " and", " a", " so", " x", ".", " 1", "\n")
 """Texts of which one repeats at a token each with most tokenizers; they make lengths exact."""
-PLAIN_DIGITS = {0xFF10 + digit: str(digit) for digit in range(10)}
+PLAIN = {0xFF10 + digit: str(digit) for digit in range(10)} | dict.fromkeys(map(ord, "*_`"), "")
+"""Full-width digits as plain ones, and marks of emphasis as nothing."""
+GROUPED = re.compile(r"(?<![\w.,\uff0c-])\d{1,3}([,\uff0c ])\d{3}(?:\1\d{3})*(?!\w|[.,\uff0c]\d)", re.ASCII)
+"""A number with separators of thousands. A full stop is none: 317.698 is a decimal."""
+LONGEST_UNIT, PIECE = 240, 80
+"""Characters a haystack's sentence may have, and those of the pieces that longer ones are cut into."""
+WORDS = re.compile(r"[\u2e80-\uffef]|[^\s\u2e80-\uffef]{1,20}")
+"""What text is cut between: words (endless ones within), or the characters of scripts without spaces."""
+MOST_DRAWS = 100
+"""Documents tried until one asks what has a single right answer."""
 ANSWER_MARGIN = 48
 """Tokens an answer may have beyond a right one, for another wording."""
 
@@ -53,6 +67,7 @@ class Sample:
     expected: tuple[str, ...]
     pattern: str
     answer_len: int
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,25 +78,32 @@ class Score:
     share: float
 
 
+def plain(text: str) -> str:
+    """Lower case, one blank at a time, without marks of emphasis, separators of thousands and decimals of zero."""
+    text = " ".join(text.translate(PLAIN).lower().split())
+    text = re.sub(r"(?<=\d)\.0+(?!\w|\.\d)", "", text, flags=re.ASCII)
+    return GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+
+
 def score(sample: Sample, answer: str) -> Score:
     """How right an answer is; the rule stands at the head of this module."""
-    found = set(re.findall(sample.pattern, answer.translate(PLAIN_DIGITS)))
-    expected = set(sample.expected)
-    share = 0.0 if found - expected else len(found & expected) / len(expected)
-    return Score(found == expected, share)
+    text = plain(answer)
+    named = [m[m.lastindex or 0] for m in re.finditer(sample.pattern, text, re.ASCII | re.IGNORECASE)]
+    found = list(dict.fromkeys(COUNTS.get(name, name) for name in named))
+    expected = [value.lower().rstrip(".。") for value in sample.expected]
+    hits = len(found)
+    if sample.keys:
+        at = [m.start() if (m := re.search(key, text, re.ASCII)) else len(text) for key in sample.keys]
+        expected = [expected[which] for which in sorted(range(len(at)), key=at.__getitem__)]
+        hits = sum(map(eq, found, expected))
+    share = 0.0 if set(found) - set(expected) else hits / len(expected)
+    return Score(share == 1, share)
 
 
 def build(
-    task: str,
-    encode: EncodeChat,
-    *,
-    length: int,
-    depth: float,
-    seed: int,
-    language: str = "en",
-    density: float | None = None,
-    haystack: Sequence[str] | None = None,
-) -> Sample:
+    task: str, encode: EncodeChat, *, length: int, depth: float, seed: int, language: str = "en",
+    density: float | None = None, haystack: Sequence[str] | None = None,
+) -> Sample:  # fmt: skip
     """The sample of these settings: the same ones give the same sample, whatever was built before.
 
     encode: the model's own tokenizer and chat template. length: tokens of the whole prompt, template
@@ -97,96 +119,100 @@ def build(
 
 
 def build_together(
-    task: str,
-    encode: EncodeChat,
-    *,
-    length: int,
-    depths: Sequence[float],
-    seed: int,
-    language: str = "en",
-    density: float | None = None,
-    haystack: Sequence[str] | None = None,
-) -> list[Sample]:
+    task: str, encode: EncodeChat, *, length: int, depths: Sequence[float], seed: int, language: str = "en",
+    density: float | None = None, haystack: Sequence[str] | None = None,
+) -> list[Sample]:  # fmt: skip
     """Samples over one document that hides a target at each of `depths`; only the question and its padding differ.
-    Otherwise as `build`."""
+    Otherwise as `build`. (Depths 0 and 1 together do not go with two_documents: a value may lie in the wrong one.)"""
     for depth in depths:
         _check(task, language, depth, density, haystack)
-    rng = Random(f"{task}/{language}/{length}/{'+'.join(f'{d:.6f}' for d in depths)}/{seed}")
-    maker = MAKERS[task](rng, language)
-    wanted = maker.density if density is None else density
-    hidden = [hide(maker, maker.target(), depth) for depth in depths]
-    for _ in range(min(round(wanted * length / 1000), maker.most_distractors)):
-        hidden.append(hide(maker, maker.distractor(), rng.random()))
-    document = _Document(maker, hidden, _filler(maker, haystack))
-    units, plants = document.compose(_fit(document, encode, length, len(depths)))
+    draw = f"{task}/{language}/{length}/{'+'.join(f'{d:.6f}' for d in depths)}/{seed}"
+    for _ in range(MOST_DRAWS):
+        maker = MAKERS[task](Random(draw), language)
+        wanted = maker.density if density is None else density
+        hidden = [hide(maker, maker.target(), depth) for depth in depths]
+        maker.asked = [entry.plant for entry in hidden]
+        for _ in range(min(round(wanted * length / 1000), maker.most_distractors)):
+            hidden.append(hide(maker, maker.distractor(), maker.rng.random()))
+        document = _Document(maker, hidden, _filler(maker, haystack))
+        units, plants = document.compose(*_fit(document, encode, length, len(depths), haystack is not None))
+        if maker.is_clear(units):
+            break
+        draw += "/again"
+    else:
+        reason = f"None of {MOST_DRAWS} documents of {length:,} tokens for {task} has a single right answer."
+        raise UsageError(reason, hint="Ask for a longer prompt.")
     samples = []
     for depth, plant in zip(depths, plants, strict=False):
         chat, ids = _pad(maker, units, plant, encode, length)
-        answer_len = len(encode([*chat[:-1], {"role": "user", "content": plant.reply}])) - len(
-            encode([*chat[:-1], {"role": "user", "content": ""}])
-        )
+        said = [[*chat[:-1], {"role": "user", "content": text}] for text in (plant.reply, "")]
+        answer_len = len(encode(said[0])) - len(encode(said[1]))
         samples.append(
             Sample(
                 task, language, length, depth, seed, chat, tuple(ids), plant.question, plant.reply, plant.expected,
-                plant.pattern, answer_len + ANSWER_MARGIN,
+                plant.pattern, answer_len + ANSWER_MARGIN, plant.keys,
             )
         )  # fmt: skip
     return samples
 
 
 def read_haystack(folder: Path) -> list[str]:
-    """Sentences of the .txt and .md files of a folder, in the order of their names.
+    """Sentences of the .txt and .md files of a folder, in the order of their names; long ones in pieces.
 
-    Raises UsageError where there are none, or no such folder.
+    What looks like a special token (`<...>`) gets a blank, so that no tokenizer takes it for one. Raises UsageError
+    where there are no files, no such folder, or a file is no text in UTF-8.
     """
     if not folder.is_dir():
         raise UsageError(f"There is no folder {folder}.", hint="Name one with text files for --haystack.")
-    files = sorted(p for p in folder.rglob("*") if p.suffix in (".txt", ".md") and p.is_file())
-    text = "\n".join(p.read_text(encoding="utf-8", errors="replace") for p in files)
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".txt", ".md") and p.is_file())
+    text = re.sub(r"<(?=[^\s<>]+>)", "< ", "\n".join(map(_read_text, files)))
     parts = re.split(r"(?<=[.!?])\s+|\n\s*\n|(?<=[。！？])", text)  # noqa: RUF001 - Chinese marks
-    sentences = [" ".join(part.split()) for part in parts]
-    found = [s for s in sentences if s]
+    pieces = rf".{{1,{PIECE}}}(?:\s|$)|.{{1,{PIECE}}}"
+    found: list[str] = []
+    for sentence in filter(None, (" ".join(part.split()) for part in parts)):
+        cut = re.findall(pieces, sentence) if len(sentence) > LONGEST_UNIT else [sentence]
+        found += map(str.strip, cut)
     if not found:
-        raise UsageError(
-            f"{folder} holds no text: {len(files)} .txt and .md files were found.",
-            hint="Name a folder with plain text files for --haystack.",
-        )
+        reason = f"{folder} holds no text: {len(files)} .txt and .md files were found."
+        raise UsageError(reason, hint="Name a folder with plain text files for --haystack.")
     return found
+
+
+def _read_text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        if "\0" in text:
+            raise ValueError
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        hint = "Take it out of the --haystack folder, or convert it."
+        raise UsageError(f"{file} cannot be read: {why}.", hint=hint) from error
+    return text
 
 
 def _check(
     task: str, language: str, depth: float, density: float | None, haystack: Sequence[str] | None
 ) -> None:
-    if task not in MAKERS:
-        raise UsageError(f"There is no task {task!r}.", hint=f"The tasks are {', '.join(TASKS)}.")
-    if language not in LANGUAGES:
-        raise UsageError(f"There is no language {language!r}.", hint=f"Use one of {', '.join(LANGUAGES)}.")
-    if not 0 <= depth <= 1:
-        raise UsageError(
-            f"The depth is {depth:g}, which is not in [0, 1].", hint="0 is the start, 1 the end of the text."
-        )
-    if density is not None and not 0 <= density <= 50:
-        raise UsageError(
-            f"The density is {density:g}, which is not in [0, 50] distractors a thousand tokens.",
-            hint="Give --density a number in that range.",
-        )
-    if haystack is not None and not MAKERS[task].prose:
-        prose = [name for name, maker in MAKERS.items() if maker.prose]
-        raise UsageError(
-            f"The task {task!r} makes its own document and takes no haystack.",
-            hint=f"Tasks that hide facts in text are {', '.join(prose)}.",
-        )
+    prose = [name for name, maker in MAKERS.items() if maker.prose]
+    for wrong, reason, hint in (
+        (task not in MAKERS, f"There is no task {task!r}.", f"The tasks are {', '.join(TASKS)}."),
+        (language not in LANGUAGES, f"There is no language {language!r}.", f"Use one of {', '.join(LANGUAGES)}."),
+        (not 0 <= depth <= 1, f"The depth is {depth:g}, which is not in [0, 1].", "0 is the text's start, 1 its end."),
+        (density is not None and not 0 <= density <= 50,
+            f"The density is {density}, which is not in [0, 50] distractors a thousand tokens.", "Use 0 to 50."),
+        (haystack is not None and task not in prose, f"The task {task!r} makes its own document and takes no haystack.",
+            f"Tasks that hide facts in text are {', '.join(prose)}."),
+    ):  # fmt: skip
+        if wrong:
+            raise UsageError(reason, hint=hint)
 
 
 def _filler(maker: Maker, haystack: Sequence[str] | None) -> Iterator[str]:
     """Filler units without end."""
     if haystack is None:
-        while True:
-            yield maker.filler()
+        return iter(maker.filler, None)
     at = maker.rng.randrange(len(haystack))
-    while True:
-        yield haystack[at % len(haystack)]
-        at += 1
+    return cycle([*haystack[at:], *haystack[:at]])
 
 
 @dataclass(frozen=True)
@@ -236,40 +262,43 @@ def arrange(filler: Sequence[str], hidden: Sequence[Hidden]) -> tuple[list[str],
 class _Document:
     """A document of any number of filler units; the filler is drawn once, so that sizes can be tried."""
 
-    def __init__(self, maker: Maker, hidden: Sequence[Hidden], filler: Iterator[str]) -> None:
+    def __init__(self, maker: Maker, hidden: list[Hidden], filler: Iterator[str]) -> None:
         self.maker = maker
-        self._hidden = hidden
+        self.hidden = hidden
         self._filler = filler
-        self._drawn: list[str] = []
+        self.drawn: list[str] = []
 
-    def compose(self, count: int) -> tuple[list[str], list[Plant]]:
-        """Units with `count` of filler, and the plants in the order of `hidden`."""
-        while len(self._drawn) < count:
-            self._drawn.append(next(self._filler))
-        return arrange(self._drawn[:count], self._hidden)
+    def compose(self, count: int, last: str = "") -> tuple[list[str], list[Plant]]:
+        """Units with `count` of filler and `last`, and the plants in the order of `hidden`."""
+        while len(self.drawn) <= count:
+            self.drawn.append(next(self._filler))
+        return arrange(self.drawn[:count] + [last] * bool(last), self.hidden)
 
 
-def _fit(document: _Document, encode: EncodeChat, length: int, asked: int) -> int:
+def _fit(document: _Document, encode: EncodeChat, length: int, asked: int, cut: bool) -> tuple[int, str]:
     """The most filler units with which the prompt has at most `length` tokens, whichever of the first `asked` plants
-    it asks about."""
+    it asks about, and if `cut` as much of the next unit as fits behind them."""
 
     def question_len(plant: Plant) -> int:
         return len(encode([{"role": "user", "content": plant.question}]))
 
-    def tokens(count: int) -> int:
-        units, plants = document.compose(count)
+    def tokens(count: int, last: str = "") -> int:
+        units, plants = document.compose(count, last)
         longest = max(plants[:asked], key=question_len) if asked > 1 else plants[0]
         return len(encode(document.maker.messages(units, longest.question, "")))
 
     low, low_tokens = 0, tokens(0)
     if low_tokens > length:
+        distractors = len(document.hidden) - asked
+        del document.hidden[asked:]
+        spare = max(0, length - (alone := tokens(0)))
+        # Distractors differ in size: a quarter of the room is left for that.
+        fits = 750 * spare * distractors // (low_tokens - alone) / length if distractors else 0
         raise DoesNotFitError(
             f"The task needs {low_tokens:,} tokens without any filler, and {length:,} were asked for.",
-            asked=low_tokens,
-            available=length,
-            unit="tokens",
-            hint="Ask for a longer prompt or fewer distractors.",
-        )
+            asked=low_tokens, available=length, unit="tokens",
+            hint=f"Give --density {fits:.1f} or less." if fits else f"Ask for {alone:,} tokens or more.",
+        )  # fmt: skip
     # Secant steps from measured sizes; `high` is the least count known to be too large.
     high: int | None = None
     rate = (tokens(16) - low_tokens) / 16
@@ -286,7 +315,11 @@ def _fit(document: _Document, encode: EncodeChat, length: int, asked: int) -> in
             rate = max(rate * 1.02, (size - low_tokens) / (guess - low))
             if high - low > 1 and (length - low_tokens) / rate < 1:
                 break  # less than a unit is missing: padding fills it
-    return low
+    if not cut:
+        return low, ""
+    unit = document.drawn[low]
+    ends = [0, *(word.end() for word in WORDS.finditer(unit))]
+    return low, unit[: ends[bisect_right(ends, length, lo=1, key=lambda end: tokens(low, unit[:end])) - 1]]
 
 
 def _pad(
@@ -301,7 +334,5 @@ def _pad(
             if len(ids) == length:
                 return chat, ids
             count += length - len(ids)
-    raise UsageError(
-        f"No padding gives a prompt of exactly {length:,} tokens with this tokenizer.",
-        hint="Choose a slightly different length.",
-    )
+    reason = f"No padding gives a prompt of exactly {length:,} tokens with this tokenizer."
+    raise UsageError(reason, hint="Choose a slightly different length.")
