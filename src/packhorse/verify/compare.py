@@ -50,21 +50,28 @@ class Recorder:
 
 
 def parse_changes(text: str, longest: int) -> dict[str, Any]:
-    """The settings of a feature from FIELD=VALUE,...; none for REUSE. Raises UsageError for what is neither, and for
-    chunks that end behind prompts of `longest` tokens: they never are at work."""
+    """The settings of a feature from FIELD=VALUE,...; none for REUSE. Raises UsageError for what is neither, for a
+    field with two values or with `auto`, which may be what the run has, and for chunks that end behind prompts of
+    `longest` tokens: they never are at work."""
     changes: dict[str, Any] = {}
     for part in () if text == REUSE else text.split(","):
-        name, _, value = part.partition("=")
+        name, _, value = part.strip().partition("=")
         number = name in ("chunk_len", "page_len")
         if name not in COMPARED or not value or (number and not value.isdecimal()):
-            raise UsageError(
-                f"{part!r} is nothing that can be compared.",
-                hint=f"Give {REUSE}, or FIELD=VALUE with one of {', '.join(COMPARED)}.",
+            hint = f"Give {REUSE}, or FIELD=VALUE with one of {', '.join(COMPARED)}."
+            raise UsageError(f"{part!r} is nothing that can be compared.", hint=hint)
+        if value == "auto" or (name == "exact" and value not in ("true", "false")):
+            hint = (
+                "Give exact=true or exact=false." if name == "exact" else f"Name the {name} to compare with."
             )
+            raise UsageError(f"{part!r} does not say what {name} is to be.", hint=hint)
+        if name in changes:
+            hint = "Give --compare twice to compare two ways."
+            raise UsageError(f"--compare {text} gives {name} two values.", hint=hint)
         changes[name] = value == "true" if name == "exact" else int(value) if number else value
     if changes.get("chunk_len", 0) >= longest:
         reason = (
-            f"--compare {text} would never be at work: a chunk holds all of a prompt of {longest:,} tokens."
+            f"--compare {text} would never be at work: a chunk holds a whole prompt of {longest:,} tokens."
         )
         raise UsageError(reason, hint="Give --lengths more tokens, or a smaller chunk_len.")
     return changes
@@ -75,13 +82,10 @@ def settings_in_use(asker: Asker) -> dict[str, Any]:
     engine = asker.session.engine
     model, store = engine.runner.model, engine.store
     return {
-        "kv": store.geometry.codec.name,
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype is model.dtype),
-        "device": str(model.device),
-        "exact": model.exact,
-        "chunk_len": engine.scheduler.chunk_len,
+        "kv": store.geometry.codec.name, "dtype": next(name for name, found in DTYPES.items() if found is model.dtype),
+        "device": str(model.device), "exact": model.exact, "chunk_len": engine.scheduler.chunk_len,
         "page_len": store.page_len,
-    }
+    }  # fmt: skip
 
 
 def check_differs(name: str, changes: Mapping[str, Any], reference: Asker) -> None:
@@ -89,10 +93,9 @@ def check_differs(name: str, changes: Mapping[str, Any], reference: Asker) -> No
     found = settings_in_use(reference)
     for setting, value in changes.items():
         if found[setting] == value:
-            raise UsageError(
-                f"--compare {name} would change nothing: without it {setting} is {str(value).lower()} too.",
-                hint=f"Compare with another {setting}, or give the run another one by its own option.",
-            )
+            same = f"without it {setting} is {str(value).lower()} too."
+            hint = f"Compare with another {setting}, or give the run another one by its own option."
+            raise UsageError(f"--compare {name} would change nothing: {same}", hint=hint)
 
 
 @dataclass
@@ -146,10 +149,9 @@ def feature_row(name: str, records: Sequence[Record], reference: Sequence[Record
     ours = [record for key, record in known.items() if key in asked]
     active = sum(record["active"] for record in ours)
     if not active:
-        raise UsageError(
-            f"{name} was not at work in any of {len(ours)} sample{'s' * (len(ours) != 1)}, so nothing was compared.",
-            hint="Ask for longer prompts, or leave it out of --compare.",
-        )
+        where = f"in any of {len(ours)} sample{'s' * (len(ours) != 1)}, so nothing was compared."
+        hint = "Ask for longer prompts, or leave it out of --compare."
+        raise UsageError(f"{name} was not at work {where}", hint=hint)
     kl = [value for record in ours for value in record["kl"]]
     same = [value for record in ours for value in record["same"]]
     found = compare(reference, ours)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,13 @@ from packhorse.verify.recall import ANSWER_ROOM, Asker
 FIRST_RUNG = 1024
 
 
-def rungs(window: int) -> tuple[int, ...]:
-    """Prompt lengths from FIRST_RUNG in doublings, and the longest that the window holds. Raises UsageError where
-    it holds none."""
-    longest = window - ANSWER_ROOM
+def rungs(window: int, room: int = ANSWER_ROOM) -> tuple[int, ...]:
+    """Prompt lengths from FIRST_RUNG in doublings, and the longest that the window holds beside `room` tokens. Raises
+    UsageError where it holds none."""
+    longest = window - room
     if longest <= 0:
-        raise UsageError(
-            f"The window has {window:,} tokens, and an answer may need {ANSWER_ROOM}: no rung is left.",
-            hint=f"Give --context {FIRST_RUNG + ANSWER_ROOM} or more.",
-        )
+        reason = f"The window has {window:,} tokens, and an answer may need {room:,}: no rung is left."
+        raise UsageError(reason, hint=f"Give --context {FIRST_RUNG + room} or more.")
     lengths = []
     length = FIRST_RUNG
     while length < longest:
@@ -38,24 +36,13 @@ def peak_bytes(device: str) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def climb(
-    asker: Asker,
-    lengths: Sequence[int],
-    task: str = "multi_key",
-    on_row: Callable[[dict[str, Any]], None] | None = None,
-) -> list[dict[str, Any]]:
-    """A row for each length. peak_bytes: the most so far, of the process's resident size or, on a card, of
-    what torch holds there."""
-    rows = []
+def climb(asker: Asker, lengths: Sequence[int], task: str = "multi_key") -> Iterator[dict[str, Any]]:
+    """A row for each length, as it is measured. peak_bytes: the most so far, of the process's resident size or, on a
+    card, of what torch holds there."""
     for length in lengths:
         trial = {"task": task, "language": "en", "length": length, "depth": 0.5, "seed": length}
         record = asker.ask(asker.sample(trial))
-        row = {
-            "length": length,
-            "peak_bytes": peak_bytes(asker.session.engine.runner.model.device),
-            **{name: record[name] for name in ("first_token_s", "tokens_per_s", "right", "answer")},
-        }
-        rows.append(row)
-        if on_row is not None:
-            on_row(row)
-    return rows
+        yield {
+            "length": length, "peak_bytes": peak_bytes(asker.session.engine.runner.model.device),
+            **{name: record[name] for name in ("first_token_s", "tokens_per_s", "right", "unfinished", "answer")},
+        }  # fmt: skip

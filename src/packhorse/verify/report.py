@@ -4,59 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from packhorse.core.errors import RefusedError
+from packhorse.facts.fields import reading
 from packhorse.verify.recall import Comparison, Record, rates, summarize
 
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
-body { color: #1d2733 }
-h1 { font-size: 1.5rem }
-h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse; margin: .6rem 0 }
-th { font-weight: 600; text-align: right }
-td, th { padding: .3rem .7rem; font-variant-numeric: tabular-nums }
-td { white-space: nowrap }
-tr > :first-child { text-align: left }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1d2733 }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse; margin: .6rem 0 } th { font-weight: 600; text-align: right }
+td, th { padding: .3rem .7rem; font-variant-numeric: tabular-nums } td { white-space: nowrap }
+tr > :first-child { text-align: left } .figures td + td { text-align: right } .heat th + th { text-align: center }
 .heat td { text-align: center; min-width: 4.2rem; border: 2px solid #fff }
 .heat small { display: block; font-size: 11px; opacity: .75 }
-.figures td + td { text-align: right }
-.heat th + th { text-align: center }
 .wrong td:last-child, .wrong th:last-child { text-align: left; white-space: normal }
-.figures tr { border-bottom: 1px solid #e3e8ee }
-code { background: #f1f4f8; padding: 0 .25rem }
+.figures tr { border-bottom: 1px solid #e3e8ee } code { background: #f1f4f8; padding: 0 .25rem }
 @media (prefers-color-scheme: dark) {
-  body { background: #12171e; color: #dbe3ec }
-  .heat td { border-color: #12171e; color: #10151b }
-  .figures tr { border-color: #2b3543 }
-  code { background: #202835 }
+  body { background: #12171e; color: #dbe3ec } .heat td { border-color: #12171e; color: #10151b }
+  .figures tr { border-color: #2b3543 } code { background: #202835 }
 }
 """
 MAX_WRONG = 40
+HEAD = """<!doctype html><html lang=en><meta charset=utf-8>
+<meta name=viewport content='width=device-width, initial-scale=1'>
+<title>Recall of """
+"""What a page begins with."""
 
 
 def render_html(
-    document: dict[str, Any],
-    comparison: Comparison | None = None,
-    features: Sequence[dict[str, Any]] = (),
+    document: dict[str, Any], comparison: Comparison | None = None, features: Sequence[dict[str, Any]] = ()
 ) -> str:
     """The page of a report's document (`Report.document`). features: rows of `Feature.row`."""
     settings, records = document["settings"], document["records"]
-    given = [(n, str(value)) for n, value in settings.items() if value is not None]
-    about = ", ".join(f"{name} <code>{escape(value)}</code>" for name, value in given)
+    given = [
+        (name.replace("_", " "), escape(str(value))) for name, value in settings.items() if value is not None
+    ]
+    about = ", ".join(f"{name} <code>{value}</code>" for name, value in given)
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width, initial-scale=1'>",
-        f"<title>Recall of {escape(str(settings['model']))}</title><style>{STYLE}</style>",
+        f"{HEAD}{escape(str(settings['model']))}</title><style>{STYLE}</style>",
         f"<h1>Recall of {escape(str(settings['model']))}</h1>",
         f"<p>{len(records):,} question{'s' * (len(records) != 1)}; {about}. An answer is right when it names all "
         "that was asked for and nothing else of that kind. Intervals are Wilson's, 95&nbsp;%.</p>",
         _figures(summarize(records)),
     ]
-    if comparison is not None:
-        parts.append(_comparison(comparison))
-    if features:
-        parts.append(_features(features))
+    parts += [] if comparison is None else [_comparison(comparison)]
+    parts += [_features(features)] if features else []
     for task, language in dict.fromkeys((r["task"], r["language"]) for r in records):
         ours = [r for r in records if (r["task"], r["language"]) == (task, language)]
         parts.append(f"<h2>{escape(task)} ({escape(language)})</h2>{_heat_map(ours)}")
@@ -64,14 +58,21 @@ def render_html(
     return "\n".join(parts)
 
 
+def check_page(file: Path) -> None:
+    """Raises RefusedError where a file is there that is neither empty nor such a page: it is not ours to replace."""
+    if file.is_file():
+        with reading(file), file.open("rb") as stream:
+            head = stream.read(len(HEAD))
+        if head and head != HEAD.encode():
+            raise RefusedError(f"{file} is there and no page of recall.", hint="Name another, or delete it.")
+
+
 def _figures(rows: Sequence[dict[str, Any]]) -> str:
-    head = "<tr><th>task<th>language<th>tokens<th>right<th>of<th>rate<th>interval<th>no answer"
+    head = "<tr><th>task<th>language<th>tokens<th>right<th>of<th>rate<th>interval<th>unfinished"
     body = "".join(
-        f"<tr><td>{escape(r['task'])}<td>{escape(r['language'])}<td>{r['length']:,}"
-        f"<td>{r['right']}<td>{r['n']}"
-        f"<td>{r['rate']:.1%}<td>{r['low']:.1%} - {r['high']:.1%}<td>{r['unfinished']}"
-        for r in rows
-    )
+        f"<tr><td>{escape(r['task'])}<td>{escape(r['language'])}<td>{r['length']:,}<td>{r['right']}<td>{r['n']}"
+        f"<td>{r['rate']:.1%}<td>{r['low']:.1%} - {r['high']:.1%}<td>{r['unfinished']}" for r in rows
+    )  # fmt: skip
     return f"<table class=figures>{head}{body}</table>"
 
 
@@ -98,24 +99,19 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _comparison(c: Comparison) -> str:
-    return (
-        f"<h2>Against the other report</h2><p>{c.pairs:,} pairs: {c.both:,} right in both, "
-        f"{c.only_first:,} here alone, {c.only_second:,} there alone; McNemar's exact p is {c.p:.3g}.</p>"
-    )
+    alone = f"{c.only_first:,} here alone, {c.only_second:,} there alone; McNemar's exact p is {c.p:.3g}"
+    return f"<h2>Against the other report</h2><p>{c.pairs:,} pairs: {c.both:,} right in both, {alone}.</p>"
 
 
 def _features(rows: Sequence[dict[str, Any]]) -> str:
-    head = (
-        "<tr><th>feature<th>active<th>pairs<th>right without<th>right with<th>McNemar p<th>tokens"
-        "<th>same top token<th>KL mean<th>KL max"
-    )
+    head = "feature,active,pairs,right without,right with,McNemar p,tokens,same top token,KL mean,KL max"
     body = "".join(
-        f"<tr><td>{escape(r['feature'])}<td>{r['active']:,}<td>{r['pairs']}<td>{r['reference_right']}"
-        f"<td>{r['right']}<td>{r['p']:.3g}<td>{r['tokens']:,}<td>{r['same_token']:.2%}"
-        f"<td>{r['kl_mean']:.2e}<td>{r['kl_max']:.2e}"
+        f"<tr><td>{escape(r['feature'])}<td>{r['active']:,}<td>{r['pairs']}<td>{r['reference_right']}<td>{r['right']}"
+        f"<td>{r['p']:.3g}<td>{r['tokens']:,}<td>{r['same_token']:.2%}<td>{r['kl_mean']:.2e}<td>{r['kl_max']:.2e}"
         for r in rows
     )
-    return f"<h2>Features, in pairs against this run</h2><table class=figures>{head}{body}</table>"
+    table = f"<table class=figures><tr><th>{head.replace(',', '<th>')}{body}</table>"
+    return f"<h2>Features, in pairs against this run</h2>{table}"
 
 
 def _wrong(records: Sequence[Record]) -> str:
