@@ -143,7 +143,7 @@ def test_edits_forks_and_regenerated_answers_in_processes_of_their_own(tmp_path,
     assert reused[4] == 192, "where two prompts part there is a snapshot"
 
 
-def test_no_token_waits_for_the_disk(tmp_path):
+def test_an_answer_does_not_wait_for_what_it_leaves_on_the_disk(tmp_path):
     engine = start(DENSE, tmp_path)
     ask(engine, IDS[:200], max_tokens=1)
     assert engine.is_behind  # the answer is out, and nothing of its prompt has been copied

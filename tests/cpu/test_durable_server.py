@@ -119,6 +119,27 @@ def test_store_false_leaves_nothing(tmp_path):
         assert cached(live, "How many?", store=False) > 1000
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(2, "No such file or directory"), RuntimeError("an index that is none")]
+)
+def test_writing_that_fails_between_steps_ends_nothing(tmp_path, monkeypatch, error):
+    with servers.scripted(engine=engine(tmp_path / "s")) as live:
+        lower = live.service.session.engine.store.lower
+
+        def fail(_):
+            raise error
+
+        monkeypatch.setattr(lower, "_begin", fail)
+        assert cached(live, "How many?") == 0
+        live.wait(lambda: lower.counters["failed_copies"] == 1)
+        live.wait(lambda: live.get("/health").json()["status"] == "degraded")
+        assert str(error) in live.get("/health").json()["reason"]
+        assert cached(live, "Who is it?") > 1000, "still on the device"
+        monkeypatch.undo()
+        assert cached(live, "How many mules are there, and who leads them? " * 20) > 1000
+        live.wait(lambda: figure(live, "packhorse_store_total", "disk_written_bytes") > 100_000)
+
+
 def test_a_store_without_room_degrades_health(tmp_path, monkeypatch):
     with servers.scripted(engine=engine(tmp_path / "s")) as live:
         monkeypatch.setattr("packhorse.store.files.FileSystem.free_bytes", lambda *_: 20 << 20)

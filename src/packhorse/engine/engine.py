@@ -135,11 +135,11 @@ class Engine:
         else. Where a card has no memory left for a step and experts can give some up, they do, and it is computed
         again. Raises CardLostError where the card has gone: then there is nothing to recover.
         """
+        began = self._clock()
+        self.write_behind()  # not at the end: the tokens that were drawn there would wait for it
         self._step, self._drawn = None, False
         try:
             self._step = step = self.scheduler.schedule()
-            self.write_behind()  # not at the end: the tokens that were drawn there would wait for it
-            began = self._clock()
             events = self._compute_step(step)
         except Exception as error:
             check_answers(self.runner.model.device, error)
@@ -157,9 +157,14 @@ class Engine:
 
     def write_behind(self, *, wait: bool = False) -> None:
         """Take a slice of what is to be kept on disk off the device: a step begins so, and whoever is idle does.
-        wait: for the disk, where it is behind."""
-        if self.store.lower is not None:
-            self.store.lower.advance(WRITE_BEHIND_BYTES, wait=wait)
+        wait: for the disk, where it is behind. Raises what `step` does, and then `recover` ends nobody."""
+        self._step, self._drawn = Step((), 0), False
+        try:
+            if self.store.lower is not None:
+                self.store.lower.advance(WRITE_BEHIND_BYTES, wait=wait)
+        except Exception as error:
+            check_answers(self.runner.model.device, error)
+            raise
 
     @property
     def lost_records(self) -> dict[str, int]:

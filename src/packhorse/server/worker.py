@@ -269,9 +269,9 @@ class Worker:
         """Until told to stop: take commands, compute a step, deliver what came of it."""
         while self._take_commands():
             if self._engine.has_work:
-                self._deliver(self._step())
+                self._deliver(self._guarded(self._step))
             elif self._engine.is_behind:
-                self._engine.write_behind(wait=True)
+                self._deliver(self._guarded(self._write))
             self._publish()
 
     def _take_commands(self) -> bool:
@@ -332,12 +332,21 @@ class Worker:
         self._step_began = time.monotonic()
         try:
             return self._engine.step()
+        finally:
+            self._step_began = None
+
+    def _write(self) -> list[Event]:
+        self._engine.write_behind(wait=True)
+        return []
+
+    def _guarded(self, work: Callable[[], list[Event]]) -> list[Event]:
+        """What a step gives, or where it fails, what that ends."""
+        try:
+            return work()
         except CardLostError:
             raise
         except Exception as error:
             return self._survive(error)
-        finally:
-            self._step_began = None
 
     def _survive(self, error: Exception) -> list[Event]:
         """A step failed: whoever is at fault ends with an error, the others go on.

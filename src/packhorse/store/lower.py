@@ -553,29 +553,30 @@ class LowerTiers:
         while self._jobs and num_bytes > 0:
             job, writer = self._jobs[0], self._writer
             assert writer is not None
-            if not job.begun:
-                # What an earlier job writes is found only when it is there.
-                self._flush_batch()
-                if not writer.idle and not wait:
-                    return
-                writer.wait(lambda writer=writer: writer.idle)  # type: ignore[misc]
-                if not self._begin(job):
-                    self._finish(job, written=False)
-                    continue
-            size = self._next_size(job)
-            if not self._has_room(writer, self._batched_bytes + size):
-                self._flush_batch()
-                if not wait:
-                    return
-                writer.wait(partial(self._has_room, writer, size))
             try:
+                if not job.begun:
+                    # What an earlier job writes is found only when it is there.
+                    self._flush_batch()
+                    if not writer.idle and not wait:
+                        return
+                    writer.wait(lambda writer=writer: writer.idle)  # type: ignore[misc]
+                    if not self._begin(job):
+                        self._finish(job, written=False)
+                        continue
+                size = self._next_size(job)
+                if not self._has_room(writer, self._batched_bytes + size):
+                    self._flush_batch()
+                    if not wait:
+                        return
+                    writer.wait(partial(self._has_room, writer, size))
                 num_bytes -= self._copy_next(job)
             except Exception as error:
                 self.counters["failed_copies"] += 1
                 if self._jobs and self._jobs[0] is job:
                     self._finish(job, written=False)
-                if not isinstance(error, OSError):  # which is want of memory for a copy
+                if not isinstance(error, OSError):  # memory for a copy, or the store's folder, was missing
                     raise
+                self._shortage = str(error)
 
     def after_writing(self, function: Callable[[], _T]) -> Future[_T]:
         """Have the writing thread call it when all that has been closed until now is on disk, or has failed to be."""
