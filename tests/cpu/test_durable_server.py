@@ -11,6 +11,7 @@ import servers
 from packhorse.core.config import EngineConfig
 from packhorse.server.config import ServerConfig
 from packhorse.server.keys import Keyring
+from packhorse.text import tokenizer
 
 TEXT = "The hut has nine mules and one warden. " * 30
 KEYS = {"ann": "a" * 20, "bob": "b" * 20}
@@ -107,6 +108,39 @@ def test_keys_are_tenants(tmp_path, shared):
         assert cached(live, "Who?", "ann") > 1000
     with servers.scripted(config=config, engine=engine(tmp_path / "s"), keyring=keyring(tmp_path)) as live:
         assert cached(live, "Who?", "bob") > 1000, "its own"
+
+
+def test_prompts_go_on_from_ids_of_the_same_key_alone(tmp_path, monkeypatch):
+    """What is not encoded again is known to its caller only, and store: false neither uses nor leaves any."""
+    monkeypatch.setattr(
+        tokenizer, "_splits_by_rule", lambda _: True
+    )  # a byte is a token here: any cut is right
+    monkeypatch.setattr(tokenizer, "LONG_CHARS", 256)
+    monkeypatch.setattr(tokenizer, "KNOWN_CHARS", 64)
+    encode, lengths = tokenizer.Tokenizer._encode, []
+
+    def recorded(self, text, special):
+        lengths.append(len(text))
+        return encode(self, text, special)
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "_encode", recorded)
+    text = TEXT.replace(". ", ".\n")
+    with servers.scripted(engine=engine(tmp_path / "s"), keyring=keyring(tmp_path)) as live:
+
+        def whole(question: str, key: str, **fields) -> bool:
+            lengths.clear()
+            cached(live, "", key, messages=[{"role": "user", "content": text + question}], **fields)
+            return max(lengths) > len(text)
+
+        assert whole("How many?", "ann") and not whole("Who?", "ann")
+        assert whole("Which?", "bob", store=False) and whole("Who?", "bob") and not whole("Why?", "bob")
+        assert whole("Who?", "ann", store=False)
+        headers = {"authorization": f"Bearer {KEYS['ann']}"}
+        files = {"file": ("hut.txt", text.encode())}
+        added = httpx.post(live.url + "/v1/documents", files=files, headers=headers, timeout=60).json()
+        assert not whole("Where?", "ann")
+        httpx.delete(f"{live.url}/v1/documents/{added['id']}", headers=headers, timeout=30).raise_for_status()
+        assert whole("Where?", "ann") and not whole("Where?", "bob")
 
 
 def test_store_false_leaves_nothing(tmp_path):

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from packhorse.core.errors import TokenizerError
 from packhorse.core.types import LayerKind
 from packhorse.facts.model import ModelFacts, RopeFacts
-from packhorse.text.tokenizer import LETTER_BYTES, REMEMBERED, Detokenizer, Tokenizer, text_marks
+from packhorse.text.tokenizer import LETTER_BYTES, Detokenizer, Tokenizer, text_marks
 from smollm2 import smollm2
 
 CORPUS = [
@@ -449,10 +449,19 @@ def test_only_an_owners_own_texts_are_gone_on_from(trained):
         ids, ends = some.encode_with_ends(text + end, False)
         assert (ids, ends) == tokenizer._encode(text + end, False)
     assert encoded[:2] == [len(text) + 5] * 2 and max(encoded[2:]) < 1500
-    for number in range(9):  # documents of others push out the oldest
-        two.encode_with_ends(f"{number} {text}", False)
+    nobody = tokenizer.of(None)
+    nobody.encode_with_ends(f"? {text}", False)
+    assert {t.owner for t in tokenizer._texts} == {"one", "two"} and len(tokenizer._texts) == 2
+    two.forget()
+    assert [t.owner for t in tokenizer._texts] == ["one"]
+    [kept] = tokenizer._texts
+    bound = 7 * (sys.getsizeof(kept.text) + 8 * len(kept.ids)) // 2
+    with mock.patch("packhorse.text.tokenizer.REMEMBERED_BYTES", bound):
+        for number in range(9):  # long texts of others push out the oldest
+            two.encode_with_ends(f"{number} {text}", False)
+    assert [t.text[0] for t in tokenizer._texts] == ["8", "7", "6"]
     one.encode_with_ends(text, False)
-    assert encoded[-1] == len(text) and len(tokenizer._texts) == REMEMBERED
+    assert encoded[-1] == len(text)
 
 
 def test_without_rules_every_text_is_encoded_whole(trained):
@@ -468,6 +477,10 @@ def test_without_rules_every_text_is_encoded_whole(trained):
         changed.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(rule), "isolated")
         assert not Tokenizer(changed)._splits_by_rule
     changed = tokenizers.Tokenizer.from_str(trained.to_str())
+    changed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert not Tokenizer(changed)._splits_by_rule
+    changed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert Tokenizer(changed)._splits_by_rule
     changed.normalizer = normalizers.Replace("x", "xx")
     assert not Tokenizer(changed)._splits_by_rule
     bos = from_gguf(metadata_of(trained, "qwen2", **{"tokenizer.ggml.add_bos_token": True}))

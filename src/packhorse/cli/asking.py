@@ -124,17 +124,10 @@ def read_documents(paths: Sequence[Path], say: Callable[[str], None]) -> list[Do
 
 
 def open_session(
-    model: str,
-    config: EngineConfig,
-    say: Callable[[str], None],
-    *,
-    cache: Path | None,
-    offline: bool,
-    chat_template: Path | None = None,
-    raw: bool = False,
-    think: Think | None = None,
+    model: str, config: EngineConfig, say: Callable[[str], None], *, cache: Path | None, offline: bool,
+    chat_template: Path | None = None, raw: bool = False, think: Think | None = None,
     max_tokens: int | None = None,
-) -> Session:
+) -> Session:  # fmt: skip
     """`Session.open` with progress bars; `say` gets its notes.
 
     What the headers rule out, for answers of `max_tokens` too, is refused before torch is imported.

@@ -45,15 +45,9 @@ class StepGraphs:
     """
 
     def __init__(
-        self,
-        model: Model,
-        store: KVStore,
-        experts: Experts,
-        *,
-        sequences: int,
-        max_len: int,
+        self, model: Model, store: KVStore, experts: Experts, *, sequences: int, max_len: int,
         capture: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         why = self.misfit(model, store, experts, sequences)
         if why is not None:
             raise UsageError(f"{model.facts.name} has no decode graphs: {why}.", hint="It runs without them.")

@@ -92,17 +92,10 @@ class Session:
     """
 
     def __init__(
-        self,
-        facts: ModelFacts,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        engine: Engine,
-        *,
-        options: dict[str, Any] | None = None,
-        notes: Sequence[str] = (),
-        sizes: Sizes | None = None,
+        self, facts: ModelFacts, tokenizer: Tokenizer, template: ChatTemplate | None, engine: Engine, *,
+        options: dict[str, Any] | None = None, notes: Sequence[str] = (), sizes: Sizes | None = None,
         card: CardMemory | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Joins parts that are made already; `open` makes them. template: None continues plain text.
         options: go to every rendering of the template. sizes: what was planned before loading. card: its memory,
         None on a CPU."""
@@ -118,15 +111,10 @@ class Session:
 
     @classmethod
     def open(
-        cls,
-        model: str | Path | ModelFacts,
-        config: EngineConfig | None = None,
-        *,
-        chat_template: Path | None = None,
-        raw: bool = False,
-        think: Think | None = None,
+        cls, model: str | Path | ModelFacts, config: EngineConfig | None = None, *,
+        chat_template: Path | None = None, raw: bool = False, think: Think | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Session:
+    ) -> Session:  # fmt: skip
         """Find a model (forms as in `hub.resolve`, or facts already read), check its text part, then load its
         weights.
 

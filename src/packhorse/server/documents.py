@@ -80,6 +80,7 @@ class Documents:
     async def delete(self, call: Call, name: str) -> dict[str, Any]:
         """DELETE /v1/documents/{id}: the document, what was asked about it, and what of that no other needs."""
         stored = await self.service.prepare(self._find, self.service.tenant(call), name)
+        self.service.preparer_for(call).tokenizer.forget()
         freed = await self._write(lambda disk: disk.remove(stored.prefix))
         return {"id": name, "object": "document.deleted", "deleted": True, "freed_bytes": freed}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,12 @@ class Preparer:
         self.tokenizer = session.tokenizer
         self.grammars = Grammars(session.tokenizer, facts.vocab_size, facts.eos_ids)
         self.window = session.window
+
+    def of(self, owner: str | None) -> Preparer:
+        """The same for prompts of `owner`: see `Tokenizer.of`."""
+        found = copy(self)
+        found.tokenizer = self.tokenizer.of(owner)
+        return found
 
     def chat(self, asked: ChatRequest, request_id: str, find: Find) -> Prepared:
         """find: the caller's documents. Raises ApiError and InvalidRequestError, naming a field, and
@@ -240,26 +247,22 @@ class Preparer:
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
 
     def _shorten(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        wanted: int,
-        before: int,
-    ) -> tuple[dict[str, Any], list[int], tuple[int, ...]]:
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any],
+        wanted: int, before: int,
+    ) -> tuple[dict[str, Any], list[int], tuple[int, ...]]:  # fmt: skip
         """Leave out the oldest turns until the rest and `wanted` tokens fit: a report, token ids and marks.
 
         System messages and everything from the last user message on stay. Raises PromptTooLongError where
         those alone are too long.
         """
-        turns = turns_of(messages)
+        turns, trial = turns_of(messages), self.of(None)
         low, high, shortest = 1, len(turns) - 1, before
         best: tuple[int, list[int], tuple[int, ...]] | None = None
         while low <= high:
             drop = (low + high) // 2
             left_out = {index for turn in turns[:drop] for index in turn}
             rest = [m for index, m in enumerate(messages) if index not in left_out]
-            ids, marks = self._encode(template, fold(template, rest, options)[0], options)
+            ids, marks = trial._encode(template, fold(template, rest, options)[0], options)
             shortest = min(shortest, len(ids))
             if len(ids) + wanted <= self.window:
                 best, high = (drop, ids, marks), drop - 1
@@ -329,16 +332,9 @@ class Preparer:
         )
 
     def _group(
-        self,
-        name: str,
-        ids: Sequence[int],
-        marks: tuple[int, ...],
-        params: SamplingParams,
-        count: int,
-        guide: Any,
-        scored: int | None = None,
-        label: str = "",
-    ) -> list[Request]:
+        self, name: str, ids: Sequence[int], marks: tuple[int, ...], params: SamplingParams, count: int,
+        guide: Any, scored: int | None = None, label: str = "",
+    ) -> list[Request]:  # fmt: skip
         """`count` requests with one prompt; answer i of a seeded request has the seed plus i."""
         group = []
         for index in range(count):

@@ -56,16 +56,9 @@ class Reply:
     """
 
     def __init__(
-        self,
-        prepared: Prepared,
-        tokenizer: Tokenizer,
-        *,
-        request_id: str,
-        model: str,
-        want_logprobs: bool = False,
-        echo: bool = False,
-        silent: bool = False,
-    ) -> None:
+        self, prepared: Prepared, tokenizer: Tokenizer, *, request_id: str, model: str,
+        want_logprobs: bool = False, echo: bool = False, silent: bool = False,
+    ) -> None:  # fmt: skip
         self.prepared = prepared
         self.id = request_id
         self.model = model

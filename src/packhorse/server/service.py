@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,11 +111,9 @@ class Service:
             "process_resident_bytes": psutil.Process().memory_info().rss,
         }
 
-    def preparer_for(self, call: Call) -> Preparer:
-        """One that goes on from prompts of this caller alone."""
-        preparer = copy(self.preparer)
-        preparer.tokenizer = preparer.tokenizer.of(self.tenant(call))
-        return preparer
+    def preparer_for(self, call: Call, store: bool | None = True) -> Preparer:
+        """One that goes on from prompts of this caller alone, or (store is False) from none and remembers none."""
+        return self.preparer.of(None if store is False else self.tenant(call))
 
     def tenant(self, call: Call) -> str:
         """Whose chains and documents a call may go on from."""
@@ -132,7 +129,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         asked, call = await self._read(request, ChatRequest)
-        preparer, find = self.preparer_for(call), self.documents.finder(call)
+        preparer, find = self.preparer_for(call, asked.store), self.documents.finder(call)
 
         def prepare(asked: ChatRequest, request_id: str) -> Prepared:
             return preparer.chat(asked, request_id, find)
@@ -143,7 +140,7 @@ class Service:
         """POST /v1/completions."""
         asked, call = await self._read(request, CompletionRequest)
         return self._answer(
-            asked, call, self.preparer_for(call).completion, want_logprobs=asked.logprobs is not None,
+            asked, call, self.preparer_for(call, asked.store).completion, want_logprobs=asked.logprobs is not None,
             echo=bool(asked.echo), silent=asked.max_tokens == 0,
         )  # fmt: skip
 

@@ -102,15 +102,9 @@ class DurableStore:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        quota: int,
-        reserve: int = RESERVE,
-        max_age: float | None = None,
-        may_empty: bool = True,
-        files: FileSystem | None = None,
-    ) -> None:
+        self, folder: Path, *, quota: int, reserve: int = RESERVE, max_age: float | None = None,
+        may_empty: bool = True, files: FileSystem | None = None,
+    ) -> None:  # fmt: skip
         """Open a store, or make one. may_empty: begin a damaged index, or one of an older layout, anew.
 
         Raises UsageError for a quota below MIN_QUOTA or a folder of something else, RefusedError where the folder
@@ -233,7 +227,8 @@ class DurableStore:
         """The number of a model, a new one where the identity is new. about: for people, JSON-ready."""
         text = json.dumps(about)
         with self.transaction() as write:
-            write.execute("INSERT OR IGNORE INTO models (identity, about) VALUES (?, ?)", (identity, text))
+            update = "ON CONFLICT (identity) DO UPDATE SET about = excluded.about"
+            write.execute(f"INSERT INTO models (identity, about) VALUES (?, ?) {update}", (identity, text))
             number = int(write.execute("SELECT id FROM models WHERE identity = ?", (identity,)).fetchone()[0])
         (self.folder / "models" / str(number)).mkdir(mode=0o700, exist_ok=True)
         return number

@@ -137,21 +137,10 @@ class KVStore:
     """
 
     def __init__(
-        self,
-        geometry: StoreGeometry,
-        *,
-        num_pages: int,
-        sequences: int,
-        snapshots: int,
-        snapshot_len: int,
-        exact: bool = False,
-        device: torch.device | str = "cpu",
-        segment_len: int | None = None,
-        joined: int = 1,
-        poison: bool = False,
-        secret: bytes = b"",
-        seed: bytes = b"",
-    ) -> None:
+        self, geometry: StoreGeometry, *, num_pages: int, sequences: int, snapshots: int, snapshot_len: int,
+        exact: bool = False, device: torch.device | str = "cpu", segment_len: int | None = None,
+        joined: int = 1, poison: bool = False, secret: bytes = b"", seed: bytes = b"",
+    ) -> None:  # fmt: skip
         page_len = geometry.page_len
         longest = EXACT_SEGMENT_LEN if exact else SEGMENT_LEN
         if page_len > longest:

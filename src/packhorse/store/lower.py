@@ -148,17 +148,10 @@ class LowerTiers:
     """
 
     def __init__(
-        self,
-        tier: ComputeTier,
-        chain_value: Callable[[bytes, bytes], bytes],
-        page_bytes: int,
-        release: Callable[[Sequence[int]], None],
-        *,
-        ram_bytes: int = 0,
-        disk: DurableStore | None = None,
-        model: int = 0,
-        min_tokens: int = MIN_TOKENS,
-    ) -> None:
+        self, tier: ComputeTier, chain_value: Callable[[bytes, bytes], bytes], page_bytes: int,
+        release: Callable[[Sequence[int]], None], *, ram_bytes: int = 0, disk: DurableStore | None = None,
+        model: int = 0, min_tokens: int = MIN_TOKENS,
+    ) -> None:  # fmt: skip
         geometry = tier.geometry
         self.counters: Counter[str] = Counter()
         self.compute_rate = 0.0

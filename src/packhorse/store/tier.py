@@ -114,15 +114,9 @@ class ComputeTier:
     """
 
     def __init__(
-        self,
-        geometry: StoreGeometry,
-        *,
-        num_pages: int,
-        num_state_slots: int,
-        num_active: int,
-        exact: bool,
+        self, geometry: StoreGeometry, *, num_pages: int, num_state_slots: int, num_active: int, exact: bool,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.geometry = geometry
         self.device = device
         linear = geometry.linear_layers

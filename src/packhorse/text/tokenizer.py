@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from sys import getsizeof
 from typing import Any
 
 import tokenizers
@@ -26,11 +27,11 @@ from packhorse.text.gguf_vocab import gguf_special_tokens, tokenizer_from_gguf
 OLDER_FILES = ("tokenizer.model", "vocab.json", "tiktoken.model")
 LONG_CHARS = 16_384
 """Texts of at least so many characters are remembered with their ids, for later ones that begin in the same way."""
-REMEMBERED = 4
-REMEMBERED_CHARS = 4_000_000
-"""No longer ones."""
+REMEMBERED_BYTES = 64 << 20
+"""Of all of them, ids and all."""
 KNOWN_CHARS = 1024
 """A text goes on from an earlier one's ids so far before the place where the two part at least."""
+KINDS = ("Split", "ByteLevel", "Digits")
 LINE_STARTS = "a\nb\n\nb. \n1\u6f22\n\u6f22"
 LINES = 64
 """Beginnings of lines that are looked at for that."""
@@ -41,7 +42,7 @@ class Tokenizer:
     """Encodes text and decodes ids of one model. Thread-safe: nothing changes after it is made, save caches.
 
     special_tokens: the tokens that chat templates know by name (`bos_token`, `eos_token`, ...), as text. owner: whose
-    texts it encodes; see `of`.
+    texts it encodes; see `of`. None: of one who wants nothing remembered.
     """
 
     def __init__(
@@ -57,17 +58,21 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
         self._decoder = _TokenBytes(backend)
         self._bytes: dict[int, bytes] = {}
-        self.owner = ""
+        self.owner: str | None = ""
         self._texts: list[_Encoded] = []  # the latest first
         self._has_edges = backend.num_special_tokens_to_add(False) > 0
         self._splits_by_rule = _splits_by_rule(backend)
 
-    def of(self, owner: str) -> Tokenizer:
-        """The same tokenizer for what `owner` sends: it goes on from texts of that owner alone, for the time that takes
-        would tell others of them."""
+    def of(self, owner: str | None) -> Tokenizer:
+        """The same tokenizer for what `owner` sends: it goes on from texts of that owner alone, or the time it takes
+        would tell others what they say."""
         found = copy(self)
         found.owner = owner
         return found
+
+    def forget(self) -> None:
+        """The owner's texts."""
+        self._texts[:] = [text for text in self._texts if text.owner != self.owner]
 
     @classmethod
     def load(cls, facts: ModelFacts) -> Tokenizer:
@@ -114,17 +119,20 @@ class Tokenizer:
         """Token ids, and for each the number of characters of `text` it and those before it reach into.
 
         The second list never falls; the tokens of one character that is split over several all reach
-        behind it. A long text that begins as one of the last few of the same owner did is encoded from there on.
+        behind it. A long text that begins as one of the owner's last ones did is encoded from there on.
         """
-        can_join = self._splits_by_rule and LONG_CHARS <= len(text) <= REMEMBERED_CHARS
-        if not can_join or (special and self._has_edges):
+        owner = self.owner if self._splits_by_rule and len(text) >= LONG_CHARS else None
+        if owner is None or (special and self._has_edges):
             return self._encode(text, special)
-        alike = [(_common_len(text, old.text), old) for old in self._texts if old.owner == self.owner]
+        alike = [(_common_len(text, old.text), old) for old in self._texts if old.owner == owner]
         common, old = max(alike, key=lambda pair: pair[0], default=(0, _NOTHING))
-        new = self._join(text, common, old)
+        new = self._join(owner, text, common, old)
         # It takes the place of the one that it mostly repeats: a question about a document that of the one before.
-        others = [t for t in self._texts if t is not old or 2 * common < len(old.text)]
-        self._texts[:] = [new, *others][:REMEMBERED]
+        texts = [new, *(t for t in self._texts if t is not old or 2 * common < len(old.text))]
+        total = accumulate(getsizeof(t.text) + 8 * len(t.ids) for t in texts)
+        self._texts[:] = [
+            t for t, num_bytes in zip(texts, total, strict=True) if num_bytes <= REMEMBERED_BYTES
+        ]
         return new.ids.tolist(), new.ends.tolist()
 
     def _encode(self, text: str, special: bool) -> tuple[list[int], list[int]]:
@@ -132,7 +140,7 @@ class Tokenizer:
         # Added bos and eos tokens have the offsets (0, 0): the running maximum puts eos at the end.
         return encoding.ids, list(accumulate((end for _, end in encoding.offsets), max))
 
-    def _join(self, text: str, common: int, old: _Encoded) -> _Encoded:
+    def _join(self, owner: str, text: str, common: int, old: _Encoded) -> _Encoded:
         """`text`, whose first `common` characters are those of `old`: its ids up to where a line begins, and those of
         the rest. The rules that split a text decide on what is before a line without what follows its first letter, and
         put a split there; that `old`'s tokens come again behind it is looked at besides."""
@@ -144,11 +152,11 @@ class Tokenizer:
                 ids, ends = self._encode(text[line:], special=False)
                 if edge > at and array("I", ids[: edge - at]) == old.ids[at:edge]:
                     reached = array("I", [line + end for end in ends])
-                    return _Encoded(self.owner, text, old.ids[:at] + array("I", ids), old.ends[:at] + reached)
+                    return _Encoded(owner, text, old.ids[:at] + array("I", ids), old.ends[:at] + reached)
                 break
             line -= 1
         ids, ends = self._encode(text, special=False)
-        return _Encoded(self.owner, text, array("I", ids), array("I", ends))
+        return _Encoded(owner, text, array("I", ids), array("I", ends))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
@@ -211,7 +219,8 @@ def _splits_by_rule(backend: tokenizers.Tokenizer) -> bool:
     rules = [
         rule for rule in [splitter, *splitter.get("pretokenizers", ())] if rule.get("type") != "Sequence"
     ]
-    if not all(rule.get("type") in ("Split", "ByteLevel", "Digits") for rule in rules) or "(?<" in str(rules):
+    simple = (rule.get("type") in KINDS and not rule.get("add_prefix_space") for rule in rules)
+    if not all(simple) or "(?<" in str(rules):
         return False
     splits = {start for _, (start, _) in backend.pre_tokenizer.pre_tokenize_str(LINE_STARTS)}
     return splits >= {2, 5, 9, 12} and normalizer.get("type", "NFC") == "NFC"
