@@ -291,13 +291,13 @@ def _fit(document: _Document, encode: EncodeChat, length: int, asked: int, cut: 
     if low_tokens > length:
         distractors = len(document.hidden) - asked
         del document.hidden[asked:]
-        spare = max(0, length - (alone := tokens(0)))
+        alone = tokens(0)
         # Distractors differ in size: a quarter of the room is left for that.
-        fits = 750 * spare * distractors // (low_tokens - alone) / length if distractors else 0
+        fits = 0.75 * (length - alone) * distractors // max(1, low_tokens - alone) * 1000 / length
         raise DoesNotFitError(
             f"The task needs {low_tokens:,} tokens without any filler, and {length:,} were asked for.",
             asked=low_tokens, available=length, unit="tokens",
-            hint=f"Give --density {fits:.1f} or less." if fits else f"Ask for {alone:,} tokens or more.",
+            hint=f"Ask for {alone:,} tokens or more." if alone > length else f"Give --density {fits:.1f} or less.",
         )  # fmt: skip
     # Secant steps from measured sizes; `high` is the least count known to be too large.
     high: int | None = None
