@@ -812,6 +812,7 @@ def test_a_folder_that_may_not_be_written_is_refused_first(command, tmp_path, mo
 
 
 def test_only_reports_are_read(command, tmp_path, monkeypatch):
+    assert "is a folder" in command("--report", tmp_path)[2]
     for option in ("--report", "--against"):
         for file in ("/dev/full", "/dev/zero"):
             code, _, err = command(option, file)

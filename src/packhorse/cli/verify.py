@@ -141,7 +141,7 @@ def check_files(report: Path | None, html: Path | None, against: Path | None) ->
         if file is not None and (other := names.setdefault(os.path.realpath(file), name)) != name:
             hint = "Name another for one of them."
             raise UsageError(f"{other} and {name} are one file, {file}.", hint=hint)
-    if report is not None and report.exists() and (not report.is_file() or report.stat().st_size):
+    if report and report.exists() and not report.is_dir() and (report.stat().st_size or not report.is_file()):
         read_report(report)
     if html is not None:
         check_page(html)

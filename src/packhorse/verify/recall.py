@@ -148,7 +148,7 @@ def check_room(sampler: Sampler, grid: Grid, window: int) -> None:
         raise DoesNotFitError(
             f"A prompt of {max(grid.lengths):,} tokens{room} and {ANSWER_ROOM} for the answer are more than the window "
             f"of {window:,}.", asked=asked, available=window, unit="tokens",
-            hint=f"Ask for shorter lengths, or give --context and the memory it needs{off}.",
+            hint=f"Ask for shorter lengths, or a larger --context as far as the model's window goes{off}.",
         )  # fmt: skip
 
 
