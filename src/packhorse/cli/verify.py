@@ -191,7 +191,7 @@ def run_recall(
     try:
         run_grid(asker, grid, report, progress(), lambda sample: ask_pairs(asker, features, sample))
     except KeyboardInterrupt:
-        if report.path is not None:
+        if report.path is not None and report.records:
             note(f"\nThe same command goes on from what {report.path} holds.")
         raise
     except PackhorseError as error:
