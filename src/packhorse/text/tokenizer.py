@@ -31,10 +31,12 @@ REMEMBERED_BYTES = 64 << 20
 """Of all of them, ids and all."""
 KNOWN_CHARS = 1024
 """A text goes on from an earlier one's ids so far before the place where the two part at least."""
-KINDS = ("Split", "ByteLevel", "Digits")
-LINE_STARTS = "a\nb\n\nb. \n1\u6f22\n\u6f22"
 LINES = 64
 """Beginnings of lines that are looked at for that."""
+KINDS = ("Split", "ByteLevel", "Digits")
+"""Pre-tokenizers that split a text without a look at what is far from the split."""
+LINE_STARTS = "a\nb\n\nb. \n1\u6f22\n\u6f22"
+"""A text whose lines begin with letters and a digit, at the places 2, 5, 9 and 12."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
